@@ -1,0 +1,31 @@
+"""Errors that a user can act on.
+
+A command prints the message of a `UserError` on one line and exits with code 2; every other exception is a
+defect of the program and keeps its traceback.
+"""
+
+__all__ = ["ConfigError", "DataError", "ModelError", "PromptTooLong", "SandboxError", "UserError"]
+
+
+class UserError(Exception):
+    """Something that the user can put right. The message names the thing and the remedy, on one line."""
+
+
+class ConfigError(UserError):
+    """A key or a value of the configuration that this program cannot honour."""
+
+
+class ModelError(UserError):
+    """A checkpoint that is missing, damaged, or of an architecture that is not supported."""
+
+
+class DataError(UserError):
+    """A problem set that is missing or malformed (a problem without tests, a duplicate id, ...)."""
+
+
+class SandboxError(UserError):
+    """No sandbox could be set up, and running programs without one was not asked for."""
+
+
+class PromptTooLong(UserError):
+    """A prompt that does not fit the engine's cache."""

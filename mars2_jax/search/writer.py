@@ -1,0 +1,52 @@
+"""The one thing a search asks of an agent: text for a problem, some time later."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import numpy as np
+
+from mars2_jax.grading.verdict import Grade
+from mars2_jax.rollout.types import Completion
+from mars2_jax.tasks.problem import Problem
+
+__all__ = ["Attempt", "Draft", "Writer"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """What a writer returns for a ticket: the text, the program in it ("" where there is none), and its tokens."""
+
+    ticket: int
+    text: str
+    program: str
+    completion: Completion
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """A node of a tree as the host sees it: a draft and its grade. `agent` indexes the search's writers."""
+
+    slot: int
+    parent: int
+    agent: int
+    depth: int
+    draft: Draft
+    grade: Grade
+
+
+class Writer(Protocol):
+    """An agent as a search sees it. All methods are called from one thread."""
+
+    name: str
+
+    def submit(self, ticket: int, problem: Problem, previous: Attempt | None, key: np.ndarray) -> None:
+        """Asks for a program: a first attempt, or a refinement of `previous`. `key` is uint32[2] PRNG key data."""
+
+    def step(self) -> list[Draft]:
+        """Works for a bounded while on all open tickets and returns those that are done, in a deterministic order."""
+
+    @property
+    def pending(self) -> int:
+        """Tickets submitted and not returned."""
