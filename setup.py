@@ -13,7 +13,7 @@ def version() -> str:
     text = (HERE / "mars2_jax" / "__init__.py").read_text(encoding="utf-8")
     match = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
     if match is None:
-        raise RuntimeError("mars2_jax/__init__.py has no line __version__ = \"...\"")
+        raise RuntimeError('mars2_jax/__init__.py has no line __version__ = "..."')
     return match.group(1)
 
 

@@ -107,7 +107,7 @@ def _explain(error: BaseException, config_file: Path | None) -> str | None:
             kind = config_lib.describe_type(config_lib.check_key(match[1]))
             return f"config.{match[1]} must be {kind}, is {match[2]!r}"
         if match := re.match(r"flag --(\w+)=None: ", str(error)):
-            return f"--{match[1]} is missing"
+            return f"--{match[1]} is missing; give --{match[1]}=..."
     if isinstance(error, flags.UnrecognizedFlagError) and error.flagname.startswith("config."):
         return f"--{error.flagname} needs a config to change; give --config=FILE too"
     if isinstance(error, flags.Error):

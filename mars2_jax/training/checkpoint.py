@@ -210,13 +210,14 @@ def _check_target(saved: Any, target: Any, where: epath.Path) -> None:
     old, new = table(getattr(saved, "tree", saved)), table(target)
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name):
-            has, wants = (
-                "nothing" if entry is None else f"{entry[1]}{list(entry[0])}" for entry in (old.get(name), new.get(name))
-            )
             raise ConfigError(
-                f"the checkpoint {where} was saved with another configuration: it has {has} for {name}, this run needs "
-                f"{wants}; use the configuration of the run or another --workdir"
+                f"the checkpoint {where} was saved with another configuration: it has {_describe(old.get(name))} for "
+                f"{name}, this run needs {_describe(new.get(name))}; use that run's configuration or another --workdir"
             )
+
+
+def _describe(leaf: tuple[tuple[int, ...], np.dtype] | None) -> str:
+    return "nothing" if leaf is None else f"{leaf[1]}{list(leaf[0])}"
 
 
 def _path(path: tuple[Any, ...]) -> str:

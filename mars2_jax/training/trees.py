@@ -70,7 +70,7 @@ def read_trees(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             for number, line in enumerate(file, start=1):
                 row = json.loads(line)
                 if not (isinstance(row, dict) and row.keys() >= set(TREE_FIELDS)):
-                    raise DataError(f"{path}, line {number} is not a tree: it needs the fields {', '.join(TREE_FIELDS)}")
+                    raise DataError(f"{path}, line {number} is no tree with the fields {', '.join(TREE_FIELDS)}")
                 rows.append(row)
     except FileNotFoundError as error:
         raise DataError(f"{path} does not exist; a training step writes it") from error
