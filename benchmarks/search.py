@@ -59,7 +59,7 @@ def theirs(trees: int, nodes: int, order: str, posterior: str, seed: int) -> lis
         stamps = [time.perf_counter()]
         for _ in range(nodes):
             state, (trial,) = algorithm.ask_batch(state, 1, actions)
-            state = algorithm.tell(state, trial.trial_id, (None, float(rng.random())))
+            state = algorithm.tell(state, trial.trial_id, ("", float(rng.random())))
             stamps.append(time.perf_counter())
     return [started, *stamps[1:]]
 
