@@ -1,0 +1,193 @@
+"""The shape of a decoder, read from a checkpoint's own description."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from mars2_jax.errors import ModelError
+
+__all__ = ["Llama3Rope", "ModelConfig"]
+
+_ARCHITECTURES = {
+    # model_type -> (bias on q, k and v; RMS norm on each head's q and k)
+    "llama": (False, False),
+    "mistral": (False, False),
+    "qwen2": (True, False),
+    "qwen3": (False, True),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3Rope:
+    """Llama 3.1's frequency scaling: long wavelengths are stretched by `factor`, short ones kept, a ramp between."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_length: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer of the Llama family. Frozen and hashable: it is a static argument of jitted code.
+
+    Attributes:
+      vocab_size, embed_dim, layers, heads, kv_heads, head_dim, mlp_dim: sizes; `heads` is a multiple of `kv_heads`.
+      rope_theta: base of the rotary position frequencies.
+      norm_eps: added to the mean square in every RMS norm.
+      tied_embeddings: the output head is the embedding table.
+      qkv_bias: biases on the query, key and value projections (Qwen2).
+      qk_norm: RMS norm over each query and key head (Qwen3).
+      max_length: longest sequence the checkpoint was made for.
+      rope_scaling: None, or Llama 3.1's.
+    """
+
+    vocab_size: int
+    embed_dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp_dim: int
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    tied_embeddings: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    max_length: int = 4096
+    rope_scaling: Llama3Rope | None = None
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ModelError(f"{self.heads} query heads cannot share {self.kv_heads} key heads evenly")
+        if self.head_dim % 2:
+            raise ModelError(f"head_dim {self.head_dim} is odd: rotary embedding needs pairs")
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters."""
+        d, h = self.embed_dim, self.head_dim
+        qkv = d * (self.heads + 2 * self.kv_heads) * h
+        layer = qkv + self.heads * h * d + 3 * d * self.mlp_dim + 2 * d
+        layer += (self.heads + 2 * self.kv_heads) * h if self.qkv_bias else 0
+        layer += 2 * h if self.qk_norm else 0
+        head = 0 if self.tied_embeddings else self.vocab_size * d
+        return self.vocab_size * d + self.layers * layer + d + head
+
+    @classmethod
+    def from_hf(cls, folder: str | pathlib.Path) -> ModelConfig:
+        """Reads the `config.json` of a checkpoint in Hugging Face layout.
+
+        Raises:
+          ModelError: no such file, an architecture or a position encoding that the decoder does not implement.
+        """
+        path = pathlib.Path(folder) / "config.json"
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as e:
+            raise ModelError(f"cannot read the model configuration {path}: {e}") from e
+        kind = raw.get("model_type")
+        if kind not in _ARCHITECTURES:
+            raise ModelError(f"{path}: model_type {kind!r} is not supported; supported: {', '.join(_ARCHITECTURES)}")
+        _refuse_unsupported(path, raw)
+        qkv_bias, qk_norm = _ARCHITECTURES[kind]
+        try:
+            heads = raw["num_attention_heads"]
+            return cls(
+                vocab_size=raw["vocab_size"],
+                embed_dim=raw["hidden_size"],
+                layers=raw["num_hidden_layers"],
+                heads=heads,
+                kv_heads=raw.get("num_key_value_heads") or heads,
+                head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+                mlp_dim=raw["intermediate_size"],
+                rope_theta=float(_rope(raw).get("rope_theta", raw.get("rope_theta", 10_000.0))),
+                norm_eps=raw["rms_norm_eps"],
+                tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+                qkv_bias=qkv_bias,
+                qk_norm=qk_norm,
+                max_length=raw.get("max_position_embeddings", 4096),
+                rope_scaling=_rope_scaling(path, _rope(raw)),
+            )
+        except KeyError as e:
+            raise ModelError(f"{path} lacks the key {e.args[0]!r}") from e
+
+    @classmethod
+    def from_gguf(cls, name: str, fields: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> ModelConfig:
+        """Reads GGUF metadata.
+
+        Args:
+          name: the file, for messages.
+          fields: metadata keys and values.
+          tensors: tensor names and shapes, in [out, in] order.
+
+        Raises:
+          ModelError: an architecture or a position encoding that the decoder does not implement, a missing key.
+        """
+        kind = fields.get("general.architecture")
+        if kind not in _ARCHITECTURES:
+            raise ModelError(f"{name}: architecture {kind!r} is not supported; supported: {', '.join(_ARCHITECTURES)}")
+        scaling = fields.get(f"{kind}.rope.scaling.type", "none")
+        if scaling != "none" or "rope_freqs.weight" in tensors:
+            raise ModelError(f"{name}: rotary scaling in GGUF files is not supported; use the safetensors checkpoint")
+        qkv_bias, qk_norm = _ARCHITECTURES[kind]
+        try:
+            heads = fields[f"{kind}.attention.head_count"]
+            embed = fields[f"{kind}.embedding_length"]
+            return cls(
+                vocab_size=tensors["token_embd.weight"][0],
+                embed_dim=embed,
+                layers=fields[f"{kind}.block_count"],
+                heads=heads,
+                kv_heads=fields.get(f"{kind}.attention.head_count_kv", heads),
+                head_dim=fields.get(f"{kind}.attention.key_length", embed // heads),
+                mlp_dim=fields[f"{kind}.feed_forward_length"],
+                rope_theta=float(fields.get(f"{kind}.rope.freq_base", 10_000.0)),
+                norm_eps=float(fields[f"{kind}.attention.layer_norm_rms_epsilon"]),
+                tied_embeddings="output.weight" not in tensors,
+                qkv_bias=qkv_bias,
+                qk_norm=qk_norm,
+                max_length=fields[f"{kind}.context_length"],
+            )
+        except KeyError as e:
+            raise ModelError(f"{name} lacks the metadata key or tensor {e.args[0]!r}") from e
+
+
+def _rope(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """transformers 5 writes `rope_parameters`; before it, `rope_scaling` beside a top-level `rope_theta`."""
+    return raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+
+
+def _rope_scaling(path: pathlib.Path, rope: Mapping[str, Any]) -> Llama3Rope | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind == "llama3":
+        return Llama3Rope(
+            factor=float(rope["factor"]),
+            low_freq_factor=float(rope["low_freq_factor"]),
+            high_freq_factor=float(rope["high_freq_factor"]),
+            original_max_length=int(rope["original_max_position_embeddings"]),
+        )
+    raise ModelError(f"{path}: rope type {kind!r} is not supported; supported: default, llama3")
+
+
+def _refuse_unsupported(path: pathlib.Path, raw: Mapping[str, Any]) -> None:
+    """Settings that change the computation and that the decoder does not implement must not be passed over."""
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ModelError(f"{path}: hidden_act {raw['hidden_act']!r} is not supported; supported: silu")
+    if raw.get("use_sliding_window") or (raw.get("model_type") == "mistral" and raw.get("sliding_window")):
+        raise ModelError(f"{path}: sliding window attention is not supported")
+    if raw.get("model_type") in ("llama", "qwen3") and raw.get("attention_bias"):
+        raise ModelError(f"{path}: attention_bias is not supported for {raw['model_type']}")
+    if raw.get("mlp_bias"):
+        raise ModelError(f"{path}: mlp_bias is not supported")

@@ -1,0 +1,201 @@
+"""One decoder for Llama, Mistral, Qwen2 and Qwen3, in Flax NNX.
+
+Every weight is declared once, with its shape, its logical axes and its initializer; abstract tree, shardings and
+initialization follow from the declaration. The layers know nothing of caches: `attend` says how a layer's queries
+meet keys and values, so that training, prefill and decoding run the same code.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from mars2_jax.models.attention import attention, causal_mask, rope_frequencies, rotate
+from mars2_jax.models.config import ModelConfig
+
+__all__ = ["Attend", "Decoder"]
+
+Initializer = Callable[..., jax.Array]
+
+
+class Attend(Protocol):
+    """How layer number `layer` attends. Returns the mixed values and whatever the caller wants back per layer."""
+
+    def __call__(
+        self,
+        layer: int,
+        query: Float[Array, "batch length kv_heads group head_dim"],
+        key: Float[Array, "batch length kv_heads head_dim"],
+        value: Float[Array, "batch length kv_heads head_dim"],
+    ) -> tuple[Float[Array, "batch length kv_heads group head_dim"], Any]: ...
+
+
+def _weight(
+    rngs: nnx.Rngs, init: Initializer, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype
+) -> nnx.Param:
+    """A parameter with logical axis names, one a dimension, that `parallel.mesh` maps to mesh axes."""
+    assert len(shape) == len(axes)
+    return nnx.Param(init(rngs.params(), shape, dtype), axes=axes)
+
+
+_normal = nnx.initializers.normal(0.02)
+_ones = nnx.initializers.ones
+_zeros = nnx.initializers.zeros
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm (arXiv 1910.07467) over the last axis, computed in float32."""
+
+    def __init__(self, size: int, axis: str | None, eps: float, *, rngs: nnx.Rngs, param_dtype):
+        self.scale = _weight(rngs, _ones, (size,), (axis,), param_dtype)
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
+        wide = x.astype(jnp.float32)
+        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (normed * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention.
+
+    Queries, keys and values come from one matmul. The fused weight is laid out by key head: for each, its `group`
+    query heads, its key, its value; so a split over key heads leaves every device with whole groups.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, param_dtype):
+        d, k, g, h = config.embed_dim, config.kv_heads, config.group, config.head_dim
+        self.group = g
+        self.qkv = _weight(rngs, _normal, (d, k, g + 2, h), ("embed", "kv_heads", None, None), param_dtype)
+        self.qkv_bias = (
+            _weight(rngs, _zeros, (k, g + 2, h), ("kv_heads", None, None), param_dtype) if config.qkv_bias else None
+        )
+        self.out = _weight(rngs, _normal, (k, g, h, d), ("kv_heads", None, None, "embed"), param_dtype)
+        norm = functools.partial(RMSNorm, h, None, config.norm_eps, rngs=rngs, param_dtype=param_dtype)
+        self.query_norm = norm() if config.qk_norm else None
+        self.key_norm = norm() if config.qk_norm else None
+
+    def __call__(self, x: Float[Array, "batch length embed"], sin, cos, attend) -> tuple[jax.Array, Any]:
+        dtype = x.dtype
+        qkv = jnp.einsum("bsd,dkgh->bskgh", x, self.qkv[...].astype(dtype))
+        if self.qkv_bias is not None:
+            qkv = qkv + self.qkv_bias[...].astype(dtype)
+        query, key, value = qkv[:, :, :, : self.group], qkv[:, :, :, self.group], qkv[:, :, :, self.group + 1]
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        mixed, extra = attend(rotate(query, sin, cos), rotate(key, sin, cos), value)
+        return jnp.einsum("bskgh,kghd->bsd", mixed, self.out[...].astype(dtype)), extra
+
+
+class MLP(nnx.Module):
+    """SwiGLU (arXiv 2002.05202): down(silu(gate(x)) * up(x)), gate and up in one matmul."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, param_dtype):
+        d, f = config.embed_dim, config.mlp_dim
+        self.gate_up = _weight(rngs, _normal, (d, 2, f), ("embed", None, "mlp"), param_dtype)
+        self.down = _weight(rngs, _normal, (f, d), ("mlp", "embed"), param_dtype)
+
+    def __call__(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch length embed"]:
+        both = jnp.einsum("bsd,dcf->bscf", x, self.gate_up[...].astype(x.dtype))
+        return jnp.einsum("bsf,fd->bsd", jax.nn.silu(both[:, :, 0]) * both[:, :, 1], self.down[...].astype(x.dtype))
+
+
+class Block(nnx.Module):
+    """Pre-norm transformer layer."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, param_dtype):
+        norm = functools.partial(
+            RMSNorm, config.embed_dim, "embed", config.norm_eps, rngs=rngs, param_dtype=param_dtype
+        )
+        self.attention_norm = norm()
+        self.attention = Attention(config, rngs=rngs, param_dtype=param_dtype)
+        self.mlp_norm = norm()
+        self.mlp = MLP(config, rngs=rngs, param_dtype=param_dtype)
+
+    def __call__(self, x: Float[Array, "batch length embed"], sin, cos, attend) -> tuple[jax.Array, Any]:
+        mixed, extra = self.attention(self.attention_norm(x), sin, cos, attend)
+        x = x + mixed
+        return x + self.mlp(self.mlp_norm(x)), extra
+
+
+class Decoder(nnx.Module):
+    """A decoder-only language model.
+
+    Args:
+      config: its shape.
+      rngs: `nnx.Rngs` with a `params` stream.
+      dtype: type of the activations and of the matmuls; weights are cast to it where they are used.
+      param_dtype: type of the stored weights.
+    """
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, *, dtype=jnp.float32, param_dtype=jnp.float32):
+        self.config = config
+        self.dtype = dtype
+        table, axes = (config.vocab_size, config.embed_dim), ("vocab", "embed")
+        self.embedding = _weight(rngs, _normal, table, axes, param_dtype)
+        self.blocks = nnx.List([Block(config, rngs=rngs, param_dtype=param_dtype) for _ in range(config.layers)])
+        self.norm = RMSNorm(config.embed_dim, "embed", config.norm_eps, rngs=rngs, param_dtype=param_dtype)
+        self.head = None if config.tied_embeddings else _weight(rngs, _normal, table, axes, param_dtype)
+
+    def run(
+        self,
+        tokens: Int[Array, "batch length"],
+        positions: Int[Array, "batch length"],
+        attend: Attend,
+        *,
+        remat: str = "none",
+    ) -> tuple[Float[Array, "batch length embed"], list[Any]]:
+        """The hidden states after the final norm, and what `attend` returned for each layer.
+
+        Args:
+          tokens: token ids.
+          positions: position of each token in its sequence, from 0.
+          attend: how each layer attends.
+          remat: "layer" recomputes a layer's activations in the backward pass; "none" keeps them.
+        """
+        angles = positions[..., None].astype(jnp.float32) * rope_frequencies(self.config)
+        sin, cos = jnp.sin(angles), jnp.cos(angles)
+        x = self.embedding[...][tokens].astype(self.dtype)
+        extras = []
+        for index, block in enumerate(self.blocks):
+
+            def layer(block, x, index=index):
+                return block(x, sin, cos, functools.partial(attend, index))
+
+            x, extra = (nnx.remat(layer) if remat == "layer" else layer)(block, x)
+            extras.append(extra)
+        return self.norm(x), extras
+
+    def __call__(
+        self,
+        tokens: Int[Array, "batch length"],
+        *,
+        positions: Int[Array, "batch length"] | None = None,
+        segment_ids: Int[Array, "batch length"] | None = None,
+        remat: str = "none",
+    ) -> Float[Array, "batch length embed"]:
+        """Hidden states of whole sequences under causal attention.
+
+        Args:
+          tokens: token ids; padding goes at the end, where causality hides it.
+          positions: positions; None counts from 0 in each row.
+          segment_ids: tokens see only tokens of their own segment; None is one segment a row.
+          remat: "none" or "layer".
+        """
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        mask = causal_mask(positions, segment_ids)
+        hidden, _ = self.run(tokens, positions, lambda _, q, k, v: (attention(q, k, v, mask), None), remat=remat)
+        return hidden
+
+    def logits(self, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
+        """Scores of the next token, in float32."""
+        table = self.embedding if self.head is None else self.head
+        weight = table[...].astype(hidden.dtype)
+        return jnp.einsum("...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32)

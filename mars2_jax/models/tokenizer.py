@@ -1,0 +1,121 @@
+"""Tokenizers: a folder's own through transformers, or built from the metadata of a GGUF file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mars2_jax.errors import ModelError
+from mars2_jax.models.files import Checkpoint, GGUFCheckpoint
+
+__all__ = ["ChatTokenizer", "load_tokenizer"]
+
+
+class ChatTokenizer:
+    """Chat messages to token ids and token ids to text.
+
+    Args:
+      tokenizer: a `transformers` tokenizer with a chat template.
+      stop_ids: ids that end a response.
+    """
+
+    def __init__(self, tokenizer, stop_ids: Sequence[int]):
+        self.tokenizer = tokenizer
+        self.stop_ids = tuple(sorted(set(stop_ids)))
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> np.ndarray:
+        """int32[P]: the messages under the model's chat template, up to where the answer begins."""
+        ids = self.tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        return np.asarray(ids, np.int32)
+
+    def encode(self, text: str) -> np.ndarray:
+        """int32[P]: plain text, no special tokens added."""
+        return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
+        """Text of a response, special tokens left out."""
+        return self.tokenizer.decode(np.asarray(tokens).tolist(), skip_special_tokens=True)
+
+
+def load_tokenizer(checkpoint: Checkpoint, folder: str) -> ChatTokenizer:
+    """The tokenizer of an open checkpoint; `folder` is where a checkpoint in Hugging Face layout lies.
+
+    Raises:
+      ModelError: no tokenizer, no chat template, or a kind of tokenizer that is not supported.
+    """
+    if isinstance(checkpoint, GGUFCheckpoint):
+        tokenizer = _from_gguf(checkpoint.fields)
+    else:
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError) as e:
+            raise ModelError(f"no usable tokenizer in {folder}: {str(e).splitlines()[0]}") from e
+    if not tokenizer.chat_template:
+        raise ModelError(f"the tokenizer of {folder} has no chat template: use an instruction-tuned checkpoint")
+    return ChatTokenizer(tokenizer, _stop_ids(tokenizer, folder))
+
+
+def _stop_ids(tokenizer, folder: str) -> list[int]:
+    """The end-of-sequence token and whatever ends a turn in the usual chat templates."""
+    known = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>", "</s>")
+    vocab = tokenizer.get_vocab()
+    ids = [vocab[t] for t in known if t in vocab]
+    if tokenizer.eos_token_id is not None:
+        ids.append(tokenizer.eos_token_id)
+    if not ids:
+        raise ModelError(f"the tokenizer of {folder} has no end-of-sequence token")
+    return ids
+
+
+def _from_gguf(fields: Mapping[str, Any]):
+    """Byte-level BPE from GGUF metadata, as llama.cpp's converters write it."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    if (kind := fields.get("tokenizer.ggml.model")) != "gpt2":
+        raise ModelError(f"tokenizer kind {kind!r} in a GGUF file is not supported (byte-level BPE, 'gpt2', is)")
+    tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
+    merges = [tuple(m.split(" ")) for m in fields["tokenizer.ggml.merges"]]
+    model = models.BPE({t: i for i, t in enumerate(tokens)}, merges)
+    inner = Tokenizer(model)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    match fields.get("tokenizer.ggml.pre"):
+        case "smollm":
+            inner.pre_tokenizer = pre_tokenizers.Sequence(
+                [
+                    pre_tokenizers.Digits(individual_digits=True),
+                    pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+                ]
+            )
+        case "qwen2":
+            inner.normalizer = normalizers.NFC()
+            split = (
+                r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+                r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+            )
+            inner.pre_tokenizer = pre_tokenizers.Sequence(
+                [pre_tokenizers.Split(Regex(split), behavior="isolated"), byte_level]
+            )
+        case other:
+            raise ModelError(f"pre-tokenizer {other!r} in a GGUF file is not supported (smollm and qwen2 are)")
+    inner.decoder = decoders.ByteLevel()
+    control = 3  # the token type of llama.cpp's CONTROL
+    specials = [t for t, kind in zip(tokens, types, strict=True) if kind == control]
+    inner.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in specials])
+    named = {}
+    for ours, key in (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding"), ("unk_token", "unknown")):
+        token_id = fields.get(f"tokenizer.ggml.{key}_token_id")
+        if token_id is not None:
+            named[ours] = tokens[token_id]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        chat_template=fields.get("tokenizer.chat_template"),
+        clean_up_tokenization_spaces=False,
+        **named,
+    )
