@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-__all__ = ["Rows", "Sample", "TreeArrays", "TreeBatch", "bucket", "make_batch", "make_rows"]
+__all__ = ["Rows", "Sample", "SampleRows", "TreeArrays", "TreeBatch", "bucket", "make_batch", "make_rows"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,11 +83,10 @@ class Rows:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class TreeBatch:
-    """What one update takes: a forest, and the rows that the learning agent wrote in it, cut into micro-batches.
+class SampleRows:
+    """The learning agent's nodes, cut into micro-batches.
 
     Attributes:
-      reward, parent, agent, graded, length: the forest; padded trees and slots are not graded.
       rows: the token rows.
       lp_roll: log-probabilities in the engine; 0 where masked, like the next two.
       lp_old: in the trainer.
@@ -97,11 +96,6 @@ class TreeBatch:
       valid: rows that are not padding.
     """
 
-    reward: Float[Array, "trees nodes"]
-    parent: Int[Array, "trees nodes"]
-    agent: Int[Array, "trees nodes"]
-    graded: Bool[Array, "trees nodes"]
-    length: Int[Array, "trees nodes"]
     rows: Rows
     lp_roll: Float[Array, "micro rows response"]
     lp_old: Float[Array, "micro rows response"]
@@ -109,6 +103,28 @@ class TreeBatch:
     tree: Int[Array, "micro rows"]
     slot: Int[Array, "micro rows"]
     valid: Bool[Array, "micro rows"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TreeBatch:
+    """What one update takes: a forest, and the rows that the learning agent wrote in it.
+
+    Attributes:
+      reward: raw rewards. This and the next four are as in `TreeArrays`; padded trees and slots are not graded.
+      parent: slots of the parents.
+      agent: who wrote each node.
+      graded: slots that have a reward.
+      length: tokens of each response.
+      samples: the rows.
+    """
+
+    reward: Float[Array, "trees nodes"]
+    parent: Int[Array, "trees nodes"]
+    agent: Int[Array, "trees nodes"]
+    graded: Bool[Array, "trees nodes"]
+    length: Int[Array, "trees nodes"]
+    samples: SampleRows
 
 
 def bucket(size: int, smallest: int = 1) -> int:
@@ -220,8 +236,7 @@ def make_batch(
         return split(np.array(values + [0] * (count - len(values)), np.int32))
 
     index = {key: i for i, key in enumerate(keys)}
-    batch = TreeBatch(
-        **_forest([trees[key] for key in keys]),
+    packed = SampleRows(
         rows=jax.tree.map(split, rows),
         lp_roll=response("logprobs"),
         lp_old=response("lp_old"),
@@ -230,4 +245,4 @@ def make_batch(
         slot=per_row([sample.slot for sample in samples]),
         valid=per_row([1] * len(samples)).astype(bool),
     )
-    return batch, keys
+    return TreeBatch(**_forest([trees[key] for key in keys]), samples=packed), keys

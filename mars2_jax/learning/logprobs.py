@@ -71,7 +71,8 @@ logprob_and_entropy.defvjp(_forward, _backward)
 
 def _chunks(rows: int, width: int, vocab: int) -> int:
     """The smallest divisor of `width` into which it must be cut so that the logits of a piece stay within bounds."""
-    return next(k for k in range(1, width + 1) if width % k == 0 and (k == width or rows * width // k * vocab <= _MAX_LOGITS))
+    fits = (k for k in range(1, width) if width % k == 0 and rows * (width // k) * vocab <= _MAX_LOGITS)
+    return next(fits, width)
 
 
 def response_logprobs(
@@ -108,8 +109,7 @@ def response_logprobs(
         return logprob_and_entropy(model.logits(hidden) / temperature, target, entropy_gradient)
 
     rows = tokens.shape[0]
-    vocab = jax.eval_shape(model.logits, jax.ShapeDtypeStruct((1, hidden.shape[-1]), hidden.dtype)).shape[-1]
-    pieces = _chunks(rows, width, vocab)
+    pieces = _chunks(rows, width, model.config.vocab_size)
     if pieces == 1:
         return head(hidden, target)
 

@@ -17,7 +17,7 @@ from ml_collections import ConfigDict, FrozenConfigDict
 
 from mars2_jax.errors import ConfigError
 from mars2_jax.learning.advantage import TreeAdvantages, overlong_penalty, tree_advantages
-from mars2_jax.learning.batch import Rows, TreeBatch, make_rows
+from mars2_jax.learning.batch import Rows, SampleRows, TreeBatch, make_rows
 from mars2_jax.learning.logprobs import response_logprobs
 from mars2_jax.learning.loss import PolicyTerms, policy_loss
 from mars2_jax.models.decoder import Decoder
@@ -25,6 +25,13 @@ from mars2_jax.models.decoder import Decoder
 __all__ = ["Learner", "Metrics", "TrainState", "make_optimizer"]
 
 Metrics = dict[str, Float[Array, ""]]
+
+
+def _decayed(params: nnx.State) -> Any:
+    """Which weights decay: matrices. A bias may have several axes, so its name decides."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: x.ndim >= 2 and "bias" not in jax.tree_util.keystr(path), params
+    )
 
 
 def make_optimizer(config: ConfigDict) -> optax.GradientTransformation:
@@ -46,7 +53,7 @@ def make_optimizer(config: ConfigDict) -> optax.GradientTransformation:
         b2=config.b2,
         eps=config.eps,
         weight_decay=config.weight_decay,
-        mask=functools.partial(jax.tree.map, lambda x: x.ndim >= 2),
+        mask=_decayed,
     )
     return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adamw)
 
@@ -165,25 +172,74 @@ def _score(learner: Learner, params: nnx.State, rows: Rows) -> Float[Array, "row
     return jnp.where(rows.mask, lp, 0.0)
 
 
-def _loss(learner: Learner, params: nnx.State, batch: TreeBatch, advantage: Float[Array, " rows"]) -> PolicyTerms:
-    """The loss terms of one micro-batch: the arrays of `batch` that have a micro axis come without it."""
+def _loss(
+    learner: Learner, params: nnx.State, samples: SampleRows, advantage: Float[Array, " rows"]
+) -> tuple[Float[Array, ""], PolicyTerms]:
+    """The loss terms of one micro-batch (`samples` without the micro axis), numerator first for differentiation."""
     lp, entropy = response_logprobs(
         _merge(learner, params),
-        batch.rows.tokens,
-        batch.rows.prompt_length,
-        batch.rows.mask.shape[-1],
+        samples.rows.tokens,
+        samples.rows.prompt_length,
+        samples.rows.mask.shape[-1],
         temperature=learner.temperature,
         remat=learner.learning.remat,
         entropy_gradient=bool(learner.learning.entropy_coef),
     )
-    return policy_loss(
+    terms = policy_loss(
         lp,
         entropy,
-        lp_old=batch.lp_old,
-        lp_roll=batch.lp_roll,
-        lp_ref=batch.lp_ref,
+        lp_old=samples.lp_old,
+        lp_roll=samples.lp_roll,
+        lp_ref=samples.lp_ref,
         advantage=advantage,
-        mask=batch.rows.mask & batch.valid[:, None],
+        mask=samples.rows.mask,
         config=learner.learning,
         budget=learner.budget,
     )
+    return terms.numerator, terms
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _update(
+    learner: Learner, state: TrainState, batch: TreeBatch
+) -> tuple[TrainState, Metrics, TreeAdvantages]:
+    config, samples = learner.learning, batch.samples
+    penalty = overlong_penalty(
+        batch.length, budget=learner.budget, buffer=config.overlong_buffer, factor=config.overlong_factor
+    )
+    trees = tree_advantages(batch.reward + penalty, batch.parent, batch.agent, batch.graded, config)
+    advantage = trees.advantage[samples.tree, samples.slot]
+
+    # Σ gradients, Σ numerators and denominators, Σ metrics over the micro-batches, all in float32.
+    def accumulate(total, micro):
+        (_, terms), gradient = jax.value_and_grad(functools.partial(_loss, learner), has_aux=True)(state.params, *micro)
+        return jax.tree.map(jnp.add, total, (gradient, terms)), None
+
+    first = jax.tree.map(lambda x: x[0], (samples, advantage))
+    terms_shape = jax.eval_shape(functools.partial(_loss, learner), state.params, *first)[1]
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (state.params, terms_shape))
+    (gradient, terms), _ = jax.lax.scan(accumulate, zeros, (samples, advantage))
+    gradient = jax.tree.map(lambda g: g / terms.denominator, gradient)
+
+    changes, opt_state = make_optimizer(learner.optimizer).update(gradient, state.opt_state, state.params)
+    new_state = TrainState(optax.apply_updates(state.params, changes), opt_state, state.step + 1)
+
+    tokens = terms.sums["tokens"]
+    nodes = samples.valid.sum()
+
+    def row_mean(x: Float[Array, "micro rows"]) -> Float[Array, ""]:
+        return jnp.where(samples.valid, x, 0.0).sum() / nodes
+
+    mean = row_mean(advantage)
+    alive = batch.graded.any(-1)
+    metrics = {name: total / tokens for name, total in terms.sums.items() if name != "tokens"} | {
+        "loss": terms.numerator / terms.denominator,
+        "grad_norm": optax.global_norm(gradient),
+        "reward_mean": row_mean(batch.reward[samples.tree, samples.slot]),
+        "advantage_mean": mean,
+        "advantage_std": jnp.sqrt(row_mean((advantage - mean) ** 2)),
+        "zero_advantage_trees": (alive & (trees.advantage == 0).all(-1)).sum() / alive.sum(),
+        "nodes": nodes.astype(jnp.float32),
+        "tokens": tokens,
+    }
+    return new_state, metrics, trees
