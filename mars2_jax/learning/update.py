@@ -210,15 +210,14 @@ def _update(
     trees = tree_advantages(batch.reward + penalty, batch.parent, batch.agent, batch.graded, config)
     advantage = trees.advantage[samples.tree, samples.slot]
 
-    # Σ gradients, Σ numerators and denominators, Σ metrics over the micro-batches, all in float32.
+    # Σ gradients, in float32 as the weights are, divided once by Σ denominators.
     def accumulate(total, micro):
-        (_, terms), gradient = jax.value_and_grad(functools.partial(_loss, learner), has_aux=True)(state.params, *micro)
-        return jax.tree.map(jnp.add, total, (gradient, terms)), None
+        gradient, terms = jax.grad(functools.partial(_loss, learner), has_aux=True)(state.params, *micro)
+        return jax.tree.map(jnp.add, total, gradient), terms
 
-    first = jax.tree.map(lambda x: x[0], (samples, advantage))
-    terms_shape = jax.eval_shape(functools.partial(_loss, learner), state.params, *first)[1]
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (state.params, terms_shape))
-    (gradient, terms), _ = jax.lax.scan(accumulate, zeros, (samples, advantage))
+    zeros = jax.tree.map(jnp.zeros_like, state.params)
+    gradient, terms = jax.lax.scan(accumulate, zeros, (samples, advantage))
+    terms = jax.tree.map(lambda x: x.sum(0), terms)
     gradient = jax.tree.map(lambda g: g / terms.denominator, gradient)
 
     changes, opt_state = make_optimizer(learner.optimizer).update(gradient, state.opt_state, state.params)
