@@ -30,7 +30,6 @@ import fcntl
 import os
 import resource
 import select
-import signal
 import sys
 import time
 import traceback
@@ -182,6 +181,8 @@ class _Supervisor:
         return _Test(program, judge, stdout=stdout, stderr=stderr, outcome=outcome)
 
     def _fork(self, fds: list[int], body: Callable[[], int], *, trusted: bool = False) -> int:
+        # The assertion process is trusted; its limit only ends a test that never ends by itself.
+        limits = system.limits(self._wall if trusted else self._cpu, self._memory_mb, processes=self._isolated)
         pid = os.fork()
         if pid:
             return pid
@@ -192,8 +193,6 @@ class _Supervisor:
             for number, fd in enumerate(high):
                 os.dup2(fd, number)
             os.closerange(len(fds), 1 << 16)
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE):
-                signal.signal(number, signal.SIG_IGN if number == signal.SIGPIPE else signal.SIG_DFL)
             os.setsid()
             uid = self._uid
             if uid is not None:
@@ -201,9 +200,8 @@ class _Supervisor:
                 if not trusted:
                     for number in range(3):  # So that /dev/stdin can be opened.
                         os.fchown(number, uid, uid)
-            # The assertion process is trusted; its limit only ends a test that never ends by itself.
-            cpu = self._wall if trusted else self._cpu
-            system.set_limits(cpu, self._memory_mb, processes=self._isolated)
+            for kind, pair in limits:
+                resource.setrlimit(kind, pair)
             system.forget_privileges(uid, hidden=trusted)
             os.chdir("/tmp")
             status = body()
@@ -378,7 +376,6 @@ def main(isolation: str, uid: int) -> None:
     if not isolated:
         system.die_with_parent()
     child.preload()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     own_uid = uid if isolated and os.geteuid() == 0 else None
     poller = select.poll()
     poller.register(0, select.POLLIN)

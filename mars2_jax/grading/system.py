@@ -17,9 +17,9 @@ __all__ = [
     "fresh_mounts",
     "hide_memory",
     "kill_descendants",
+    "limits",
     "new_namespaces",
     "refresh_scratch",
-    "set_limits",
     "usage",
 ]
 
@@ -28,7 +28,8 @@ _CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWPID = 0x00020000, 0x08000000, 0x20000000
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_PRIVATE = 2, 4, 8, 0x4000, 0x40000
 _MNT_DETACH = 2
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
-_CAPABILITY_VERSION_3 = 0x20080522
+# Version 3 of the interface, this process; then effective, permitted and inheritable sets, twice 32 bits: all empty.
+_CAPABILITY_HEADER, _NO_CAPABILITIES = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
 
 _SCRATCH = ("/tmp", "/dev/shm")
 _SCRATCH_MB = 64
@@ -96,36 +97,34 @@ def forget_privileges(uid: int | None, *, hidden: bool) -> None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
-    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    _call("capset", header, (ctypes.c_uint32 * 6)())
+    _call("capset", _CAPABILITY_HEADER, _NO_CAPABILITIES)
     _call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     _call("prctl", _PR_SET_DUMPABLE, 0 if hidden else 1, 0, 0, 0)
 
 
-def set_limits(cpu_seconds: float, memory_mb: int, *, processes: bool) -> None:
-    """Limits of the calling process and its children. `memory_mb` is on top of what it has mapped already.
+def limits(cpu_seconds: float, memory_mb: int, *, processes: bool) -> list[tuple[int, tuple[int, int]]]:
+    """Arguments of `resource.setrlimit` for a process that is forked from this one.
 
     CPU time in whole seconds, rounded up: the finer limit is kept from outside by `usage`, this one is the backstop.
-    `processes` counts all processes of the user, so it is only for a user that runs nothing else.
+    `memory_mb` is on top of what this process has mapped already. `processes` limits their number too; it counts all
+    of the user's, so it is only for a user that runs nothing else.
     """
-    with open("/proc/self/statm", encoding="ascii") as file:
+    with open("/proc/self/statm", "rb") as file:
         mapped = int(file.read().split()[0]) * _PAGE
     seconds = math.ceil(cpu_seconds) + 1
-    limits = {
-        resource.RLIMIT_CPU: (seconds, seconds + 1),
-        resource.RLIMIT_AS: (mapped + (memory_mb << 20),) * 2,
-        resource.RLIMIT_FSIZE: (_SCRATCH_MB << 20,) * 2,
-        resource.RLIMIT_NOFILE: (_MAX_FILES,) * 2,
-        resource.RLIMIT_CORE: (0, 0),
-    }
+    memory = mapped + (memory_mb << 20)
     # Recursion through C (a cached function, a sort key) needs more stack than the usual 8 MB.
     hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
     stack = _STACK_MB << 20
-    limits[resource.RLIMIT_STACK] = (stack if hard == resource.RLIM_INFINITY else min(stack, hard), hard)
-    if processes:
-        limits[resource.RLIMIT_NPROC] = (_MAX_PROCESSES,) * 2
-    for kind, pair in limits.items():
-        resource.setrlimit(kind, pair)
+    found = [
+        (resource.RLIMIT_CPU, (seconds, seconds + 1)),
+        (resource.RLIMIT_AS, (memory, memory)),
+        (resource.RLIMIT_FSIZE, (_SCRATCH_MB << 20, _SCRATCH_MB << 20)),
+        (resource.RLIMIT_NOFILE, (_MAX_FILES, _MAX_FILES)),
+        (resource.RLIMIT_CORE, (0, 0)),
+        (resource.RLIMIT_STACK, (stack if hard == resource.RLIM_INFINITY else min(stack, hard), hard)),
+    ]
+    return [*found, (resource.RLIMIT_NPROC, (_MAX_PROCESSES, _MAX_PROCESSES))] if processes else found
 
 
 @dataclasses.dataclass(frozen=True)

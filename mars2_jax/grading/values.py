@@ -4,8 +4,10 @@ A value is written as JSON. What JSON has no word for is a one-key object::
 
     tuple {"t": [..]}   set {"s": [..]}   frozenset {"z": [..]}   dict {"d": [[key, value], ..]}
     bytes {"b": hex}    complex {"c": [re, im]}   float nan, inf {"f": "nan"}   int of 64 bits or more {"i": "0x.."}
+    one of these types itself {"y": "int"}
 
-Carried: None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, nested to `MAX_DEPTH`.
+Carried: None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, nested to `MAX_DEPTH`, and
+these types themselves (MBPP passes some as arguments).
 An instance of a subclass arrives as its base value (an `IntEnum` as an int, a `defaultdict` as a dict), so that no
 method of the sender's, `__eq__` least of all, ever runs at the receiver. Not carried: everything else (functions,
 iterators, `range`, `deque`, objects), containers that contain themselves.
@@ -23,6 +25,7 @@ __all__ = ["MAX_DEPTH", "NotCarried", "decode", "dumps", "encode", "loads", "rea
 MAX_DEPTH = 200
 _HEADER = struct.Struct(">I")
 _MAX_DIGITS = 25
+_TYPES = {t.__name__: t for t in (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset)}
 
 
 class NotCarried(Exception):
@@ -60,6 +63,8 @@ def encode(value: Any, depth: int = 0) -> Any:
         return {"s": [encode(item, below) for item in set.__iter__(value)]}
     if isinstance(value, frozenset):
         return {"z": [encode(item, below) for item in frozenset.__iter__(value)]}
+    if any(value is t for t in _TYPES.values()):
+        return {"y": value.__name__}
     raise NotCarried(f"a value of type {type(value).__name__}")
 
 
@@ -94,6 +99,8 @@ def _decode(form: Any) -> Any:
         return complex(_decode(real), _decode(imag))
     if tag == "b":
         return bytes.fromhex(body)
+    if tag == "y" and isinstance(body, str) and body in _TYPES:
+        return _TYPES[body]
     raise ValueError(f"unknown tag {tag!r}")
 
 
