@@ -11,6 +11,7 @@ __all__ = [
     "context_statements",
     "defines",
     "find_function",
+    "own_returns",
     "parse",
     "parse_starter",
     "source_of",
@@ -52,12 +53,12 @@ def _tree_or_bad_line(code: str) -> ast.Module | int:
     except (ValueError, RecursionError, MemoryError):  # null bytes, surrogates, absurd nesting
         return 1
     # `ast.parse` accepts a bare `return`, which is how the body of a function without its header looks.
-    return next(_returns_outside_function(tree), tree)
+    return next(own_returns(tree), tree)
 
 
-def _returns_outside_function(tree: ast.Module) -> Iterator[int]:
-    """Lines with a `return` or `yield` that belongs to no function."""
-    todo: list[ast.AST] = list(tree.body)
+def own_returns(scope: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[int]:
+    """Lines with a `return` or `yield` of a function, or of a module, where it is an error; nested functions' not."""
+    todo: list[ast.AST] = list(scope.body)
     while todo:
         node = todo.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
