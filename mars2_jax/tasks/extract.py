@@ -25,6 +25,7 @@ from mars2_jax.tasks.syntax import (
     context_statements,
     defines,
     find_function,
+    lines_of,
     own_returns,
     parse,
     parse_starter,
@@ -47,7 +48,7 @@ _MAX_PARSED_CHARS = 500_000
 
 def extract_program(text: str, problem: Problem) -> str:
     """The program that an answer contains, ready to be graded; "" where there is none."""
-    text = _without_thoughts(text.replace("\r\n", "\n"))
+    text = _without_thoughts(text.replace("\r\n", "\n").replace("\r", "\n"))
     blocks = _fenced_blocks(text)
     stretches = [text, *_unfenced_stretches(text)][::-1]
     entry = problem.entry_point
@@ -93,7 +94,7 @@ def _readings(block: str) -> Iterator[str]:
 
 
 def _unfenced_stretches(text: str) -> Iterator[str]:
-    lines = text.splitlines(keepends=True)
+    lines = lines_of(text)
     at, parsed = 0, 0
     while at < len(lines) and parsed < _MAX_PARSED_CHARS:
         if not _CODE_START.match(lines[at]):
@@ -105,7 +106,7 @@ def _unfenced_stretches(text: str) -> Iterator[str]:
         program = valid_prefix(stretch)
         if program:
             yield _without_prose(program)
-        at += max(1, len(program.splitlines()))
+        at += max(1, len(lines_of(program)))
 
 
 def _without_prose(program: str) -> str:
@@ -114,7 +115,7 @@ def _without_prose(program: str) -> str:
     while tree.body and _is_prose(tree.body[-1]):
         tree.body.pop()
     end = tree.body[-1].end_lineno if tree.body else 0
-    return "".join(program.splitlines(keepends=True)[:end])
+    return "".join(lines_of(program)[:end])
 
 
 def _is_prose(node: ast.stmt) -> bool:
@@ -169,7 +170,7 @@ def _with_context(program: str, tree: ast.Module, problem: Problem) -> str:
             used |= used_names(node)
     if not needed:
         return program
-    lines = program.splitlines(keepends=True)
+    lines = lines_of(program)
     futures = [n.end_lineno or 0 for n in tree.body if isinstance(n, ast.ImportFrom) and n.module == "__future__"]
     at = max(futures, default=0)  # nothing may stand before `from __future__ import ...`
     return "".join(lines[:at]) + source_of(starter, needed) + "".join(lines[at:])

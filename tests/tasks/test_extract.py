@@ -44,6 +44,7 @@ METHOD = Problem(
 SCRIPT = Problem(id="script", statement="Print twice the number.", public=(StdioTest("2", "4"),))
 
 GOOD = "def double(n):\n    return n * 2\n"
+ODD = 'x = "A\f\u2028\x1c"\n'
 BAD = "def double(n):\n    return n\n"
 
 
@@ -78,6 +79,7 @@ def fenced(code: str, tag: str = "python") -> str:
         pytest.param(f"{BAD}\nor better\n\n{GOOD}", GOOD, id="the last unfenced code"),
         pytest.param(f"{GOOD}```\nThat is all.", GOOD, id="the opening fence stood in the prompt"),
         pytest.param(f"import math\n\n{GOOD}", f"import math\n\n{GOOD}", id="unfenced code with imports"),
+        pytest.param(f"{ODD}{GOOD}Fine", f"{ODD}{GOOD}", id="characters that end lines elsewhere"),
         pytest.param("double = lambda n: n * 2", "double = lambda n: n * 2", id="an assigned function"),
         pytest.param("    return n * 2\n", f"{DOUBLE.starter}    return n * 2\n", id="a body"),
         pytest.param("return n * 2\n", f"{DOUBLE.starter}    return n * 2\n", id="a body without indentation"),

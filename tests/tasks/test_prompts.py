@@ -96,7 +96,7 @@ def test_refinement_word_for_word() -> None:
         (MBPP, Result(Verdict.WRONG), "```python\nassert double(2) == 4\n```\nIt is wrong."),
     ],
 )
-def test_detailed_feedback(problem: Problem, result: TestResult, said: str) -> None:
+def test_detailed_feedback(problem: Problem, result: Result, said: str) -> None:
     assert said in refine(problem, result)
     summary = refine(problem, result, feedback="summary")
     assert "It is wrong." in summary and "returned" not in summary and "raised" not in summary
