@@ -4,7 +4,7 @@ The rules, in the order in which they win (each has an example in tests/tasks/te
   1. Thoughts (`<think>...</think>`) are dropped first, also where the opening or the closing tag is missing.
   2. The last fenced Python block that parses and defines the entry point; blocks tagged as Python before untagged ones.
      A fence that is never closed runs to the end. Whatever follows the last whole statement that parses is cut off.
-  3. The last stretch of unfenced code that does so.
+  3. The last stretch of unfenced code that does so, or the whole answer.
   4. A block, or the whole answer, that continues the starter: the body of the function without its header.
   5. A `class Solution` with a method of the entry point's name, where a plain function was asked for.
   6. The last block or stretch that parses at all: the grader will say what it lacks.
@@ -25,6 +25,8 @@ from mars2_jax.tasks.syntax import (
     context_statements,
     defines,
     find_function,
+    lines_of,
+    own_returns,
     parse,
     parse_starter,
     source_of,
@@ -35,17 +37,20 @@ from mars2_jax.tasks.syntax import (
 __all__ = ["extract_program"]
 
 _FENCE = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
-_CODE_START = re.compile(r"(?:from|import|def|class|async|@)\b|@\w")
+_CODE_START = re.compile(
+    r"(?:from|import|def|class|async|for|while|if|try|with)\b|@\w|print\(|[A-Za-z_]\w*(?:\s*,\s*\w+)*\s*=(?!=)"
+)
 
-# A model that goes round in circles can write thousands of lines that look like the start of code.
-_MAX_STRETCHES = 64
+# Bounds the search for unfenced code: a model that goes round in circles can write thousands of lines that look like
+# the start of a program.
+_MAX_PARSED_CHARS = 500_000
 
 
 def extract_program(text: str, problem: Problem) -> str:
     """The program that an answer contains, ready to be graded; "" where there is none."""
-    text = _without_thoughts(text.replace("\r\n", "\n"))
+    text = _without_thoughts(text.replace("\r\n", "\n").replace("\r", "\n"))
     blocks = _fenced_blocks(text)
-    stretches = list(_unfenced_stretches(text))[::-1]
+    stretches = [text, *_unfenced_stretches(text)][::-1]
     entry = problem.entry_point
 
     pieces = [piece for block in blocks for piece in _readings(block)] + stretches
@@ -89,18 +94,19 @@ def _readings(block: str) -> Iterator[str]:
 
 
 def _unfenced_stretches(text: str) -> Iterator[str]:
-    lines = text.splitlines(keepends=True)
-    at, tries = 0, 0
-    while at < len(lines) and tries < _MAX_STRETCHES:
+    lines = lines_of(text)
+    at, parsed = 0, 0
+    while at < len(lines) and parsed < _MAX_PARSED_CHARS:
         if not _CODE_START.match(lines[at]):
             at += 1
             continue
-        tries += 1
         end = next((i for i in range(at, len(lines)) if lines[i].lstrip().startswith("```")), len(lines))
-        program = valid_prefix("".join(lines[at:end]))
+        stretch = "".join(lines[at:end])
+        parsed += len(stretch)
+        program = valid_prefix(stretch)
         if program:
             yield _without_prose(program)
-        at += max(1, len(program.splitlines()))
+        at += max(1, len(lines_of(program)))
 
 
 def _without_prose(program: str) -> str:
@@ -109,7 +115,7 @@ def _without_prose(program: str) -> str:
     while tree.body and _is_prose(tree.body[-1]):
         tree.body.pop()
     end = tree.body[-1].end_lineno if tree.body else 0
-    return "".join(program.splitlines(keepends=True)[:end])
+    return "".join(lines_of(program)[:end])
 
 
 def _is_prose(node: ast.stmt) -> bool:
@@ -136,14 +142,15 @@ def _continue_starter(body: str, problem: Problem) -> str:
     readings = [indent + body.lstrip(), textwrap.indent(textwrap.dedent(body), indent)]
     if body.startswith(indent):
         readings.insert(0, body)
+    best = ""
     for reading in readings:
         code = valid_prefix(starter + reading + "\n")
         tree = parse(code)
         function = find_function(tree, entry) if tree else None
         # Only a function that gives something back: prose and sample output rarely do.
-        if function and any(isinstance(n, ast.Return | ast.Yield | ast.YieldFrom) for n in ast.walk(function)):
-            return code
-    return ""
+        if function and any(own_returns(function)) and len(code) > len(best):
+            best = code
+    return best
 
 
 def _with_context(program: str, tree: ast.Module, problem: Problem) -> str:
@@ -154,7 +161,8 @@ def _with_context(program: str, tree: ast.Module, problem: Problem) -> str:
     if entry is None or head is None:
         return program
     own = set().union(*(bound_names(node) for node in tree.body))
-    needed, used = [], used_names(tree)
+    used = used_names(tree)
+    needed: list[ast.stmt] = []
     for node in reversed(context_statements(head, entry)):  # backwards: a helper may need an import above it
         names = bound_names(node)
         if names == {"*"} or (names & used and not names & own):
@@ -162,7 +170,7 @@ def _with_context(program: str, tree: ast.Module, problem: Problem) -> str:
             used |= used_names(node)
     if not needed:
         return program
-    lines = program.splitlines(keepends=True)
+    lines = lines_of(program)
     futures = [n.end_lineno or 0 for n in tree.body if isinstance(n, ast.ImportFrom) and n.module == "__future__"]
     at = max(futures, default=0)  # nothing may stand before `from __future__ import ...`
     return "".join(lines[:at]) + source_of(starter, needed) + "".join(lines[at:])

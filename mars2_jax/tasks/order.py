@@ -1,4 +1,4 @@
-"""The order in which training meets the problems: a function of the step alone, so that a resumed run needs no state."""
+"""The order in which training meets the problems: a function of the step, so that a resumed run needs no state."""
 
 from __future__ import annotations
 

