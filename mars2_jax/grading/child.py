@@ -228,10 +228,11 @@ def assertions(entry_point: str, limit: int) -> int:
             kind = "infra" if program.uncarried_argument else "error"
             kind = "wrong" if isinstance(error, AssertionError) else kind
             outcome = {"outcome": kind, "kind": type(error).__name__, "error": _traceback_text(error, _TEST)}
+    sys.set_int_max_str_digits(sys.int_info.default_max_str_digits)
     try:
         outcome["actual"] = repr(program.last)[:2000]
-    except RecursionError:
-        outcome["actual"] = "(nested too deeply to show)"
+    except (ValueError, RecursionError):
+        outcome["actual"] = f"({type(program.last).__name__} too long to show)"
     write_frame(OUTCOME, outcome)
     return 0
 

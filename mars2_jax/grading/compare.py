@@ -66,17 +66,20 @@ def same_value(expected: Any, actual: Any) -> bool:
             return False
         return all(key in actual and same_value(value, actual[key]) for key, value in expected.items())
     if isinstance(expected, float) and isinstance(actual, int | float):
-        if math.isnan(expected) or math.isnan(actual):
-            return math.isnan(expected) and isinstance(actual, float) and math.isnan(actual)
-        if expected == actual:
-            return True
-        if math.isinf(expected) or (expected.is_integer() and (isinstance(actual, int) or actual.is_integer())):
-            return False
-        try:
-            return math.isclose(expected, actual, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
-        except OverflowError:  # An integer beyond the range of floats.
-            return False
+        return expected == actual or _close(expected, actual)
     return bool(expected == actual)
+
+
+def _close(expected: float, actual: float) -> bool:
+    try:
+        actual = float(actual)
+    except OverflowError:  # An integer beyond the range of floats.
+        return False
+    if math.isnan(expected) or math.isnan(actual):
+        return math.isnan(expected) and math.isnan(actual)
+    if expected.is_integer() and actual.is_integer():
+        return False
+    return math.isclose(expected, actual, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 
 def judge(test: dict[str, Any], report: dict[str, Any]) -> TestResult:
@@ -120,11 +123,17 @@ def _judge_call(test: dict[str, Any], report: dict[str, Any]) -> tuple[Verdict, 
         if "not_carried" in reply:
             return Verdict.ERROR, "", f"the program returned {str(reply['not_carried'])[:200]}, which is no plain value"
         value = decode(reply["value"])
-        shown = repr(value)
     except (NotCarried, KeyError, TypeError, ValueError, RecursionError):
         return Verdict.ERROR, "", "the program ended before it returned a value"
     same = same_value(decode(test["expected"]), value)
-    return (Verdict.PASS if same else Verdict.WRONG), shown, ""
+    return (Verdict.PASS if same else Verdict.WRONG), _shown(value), ""
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)
+    except (ValueError, RecursionError):  # Python refuses to write integers of thousands of digits.
+        return f"({type(value).__name__} too long to show)"
 
 
 def _judge_assertions(report: dict[str, Any]) -> tuple[Verdict, str, str]:

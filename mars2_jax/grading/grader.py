@@ -79,7 +79,6 @@ class Grader:
         except BaseException:
             self.close()
             raise
-        self._worker_pids: list[int] = first["workers"]
 
     @property
     def pending(self) -> int:

@@ -55,20 +55,25 @@ def command(isolation: str, uid: int) -> list[str]:
         # Root of a user namespace, which is what it takes to give every program namespaces of its own.
         arguments += ["--unshare-user", "--cap-add", "ALL"]
     binds: dict[str, str] = {}  # inside -> outside
-    for path in ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", "/etc/ld.so.cache"):
+    for path in ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache"):
+        # Debian keeps shared libraries in a folder of their own, so that the rest of /usr/lib need not be shown.
+        narrow = os.path.join(path, sysconfig.get_config_var("MULTIARCH") or "-")
         if os.path.islink(path):
             arguments += ["--symlink", os.readlink(path), path]
         elif os.path.exists(path):
+            path = narrow if os.path.isdir(narrow) else path
             binds[path] = path
-    libraries = [str(Path(sys.base_prefix, "lib")), sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
-    binds |= {path: path for path in [*libraries, interpreter] if not path.startswith(("/usr/lib/", "/lib/"))}
+    libraries = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
+    if sys.base_prefix != "/usr":  # libpython, and whatever else an interpreter in a folder of its own comes with
+        libraries.insert(0, str(Path(sys.base_prefix, "lib")))
+    binds |= {path: path for path in [*libraries, interpreter]}
     binds |= {f"{_INSIDE}/mars2_jax/{module}": str(_PACKAGE / module) for module in _MODULES}
     # bubblewrap would create the folders above these for their owner alone.
     for folder in sorted({str(parent) for path in binds for parent in Path(path).parents} - {"/"}):
         arguments += ["--perms", "0755", "--dir", folder]
     for inside, outside in binds.items():
         arguments += ["--ro-bind", outside, inside]
-    for path in _package_folders(libraries):
+    for path in _package_folders(list(binds)):
         arguments += ["--tmpfs", path]
     arguments += ["--proc", "/proc", "--dev", "/dev", "--dir", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"]
     arguments += ["--chdir", "/tmp", "--clearenv"]
@@ -77,10 +82,11 @@ def command(isolation: str, uid: int) -> list[str]:
     return [*arguments, "--", *python]
 
 
-def _package_folders(libraries: list[str]) -> list[str]:
+def _package_folders(bound: list[str]) -> list[str]:
+    """Where pip and the system's package manager install Python packages, inside the folders that are bound."""
     found = {
         str(folder)
-        for library in {*libraries, "/usr/lib", "/usr/lib/python3"}
+        for library in bound
         for pattern in ("site-packages", "dist-packages", "python3*/site-packages", "python3*/dist-packages")
         for folder in Path(library).glob(pattern)
         if folder.is_dir() and not folder.is_symlink()

@@ -1,7 +1,7 @@
 """The grader's service: `python -m mars2_jax.grading.service`. JSON lines in, JSON lines out.
 
-Started by `Grader` as a fresh interpreter that never imports JAX. First line out: `{"ready": true, "workers": [pids]}`
-or `{"refused": message}`. Then a line in is `{"ticket", "program", "entry_point", "limits", "tests", "stop"}` and the
+Started by `Grader` as a fresh interpreter that never imports JAX. First line out: `{"ready": true}` or
+`{"refused": message}`. Then a line in is `{"ticket", "program", "entry_point", "limits", "tests", "stop"}` and the
 line that answers it, in any order, is `{"ticket", "results"}`, one entry (or null) a test.
 
 The service ends, and everything it started with it, when its input ends, when its parent is gone, on SIGTERM and on
@@ -53,7 +53,7 @@ class _Service:
         return _FIRST_UID + 2 * (os.getpid() * 256 + index)
 
     def start(self) -> None:
-        self._say({"ready": True, "workers": [worker.pid for worker in self._workers]})
+        self._say({"ready": True})
         for index in range(len(self._workers)):
             threading.Thread(target=self._work, args=(index,), daemon=True).start()
 
@@ -138,7 +138,6 @@ def main() -> None:
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     arguments = parser.parse_args()
-    sys.set_int_max_str_digits(0)
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGINT, _leave)
     service = None

@@ -76,27 +76,30 @@ def decode(form: Any) -> Any:
         raise NotCarried(f"a malformed value ({type(error).__name__})") from error
 
 
-def _decode(form: Any) -> Any:
+def _decode(form: Any, depth: int = 0) -> Any:
+    if depth > MAX_DEPTH:
+        raise ValueError("nested too deeply")
+    below = depth + 1
     if isinstance(form, list):
-        return [_decode(item) for item in form]
+        return [_decode(item, below) for item in form]
     if not isinstance(form, dict):
         return form
     ((tag, body),) = form.items()
     if tag == "t":
-        return tuple(_decode(item) for item in body)
+        return tuple(_decode(item, below) for item in body)
     if tag == "d":
-        return {_decode(key): _decode(item) for key, item in body}
+        return {_decode(key, below): _decode(item, below) for key, item in body}
     if tag == "s":
-        return {_decode(item) for item in body}
+        return {_decode(item, below) for item in body}
     if tag == "z":
-        return frozenset(_decode(item) for item in body)
+        return frozenset(_decode(item, below) for item in body)
     if tag == "i":
         return int(body, 16)
     if tag == "f":
         return float(body)
     if tag == "c":
         real, imag = body
-        return complex(_decode(real), _decode(imag))
+        return complex(_decode(real, below), _decode(imag, below))
     if tag == "b":
         return bytes.fromhex(body)
     if tag == "y" and isinstance(body, str) and body in _TYPES:

@@ -51,10 +51,6 @@ class Worker:
         assert self._process.stdin and self._process.stdout
         self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def close(self) -> None:
         """Ends the sandbox and all that runs in it."""
         for stream in (self._process.stdin, self._process.stdout):
