@@ -74,15 +74,15 @@ def reward(grade: Grade, kind: str = "all", tests: str = "all") -> float | None:
       tests: "all" or "public": which tests pay.
 
     Raises:
-      ValueError: for another `kind` or `tests`.
+      ValueError: for another `kind` or `tests`, or a grade without public tests where those pay.
     """
     if kind not in ("all", "fraction") or tests not in ("all", "public"):
         raise ValueError(f"reward kind {kind!r} over tests {tests!r} is not known")
     if grade.verdict is Verdict.INFRA:
         return None
-    results = grade.public if tests == "public" and grade.public else grade.public + grade.hidden
+    results = grade.public if tests == "public" else grade.public + grade.hidden
+    if not results:
+        raise ValueError(f"the grade holds no {tests} tests to pay for")
     if kind == "all":
         return float(_all_pass(results))
-    if not results:
-        return 0.0
     return sum(r is not None and r.verdict is Verdict.PASS for r in results) / len(results)

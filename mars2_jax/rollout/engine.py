@@ -108,6 +108,11 @@ class Engine:
         self._memory.clear()
 
     @property
+    def dtype(self):
+        """The type that it computes in."""
+        return self._dtype
+
+    @property
     def params(self) -> nnx.State:
         """The weights that it decodes with."""
         return self._params

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -112,6 +112,16 @@ class Progress:
         self._phase_started = self._last_line = time.monotonic()
         if self._bars is not None:
             self._phase_bar = self._bars.add_task(name, total=total, note="")
+
+    def counter(self, name: str, total: int) -> Callable[[int, int], None]:
+        """Begins a phase and returns what to call with (done, total) as its work gets done."""
+        self.phase(name, total)
+
+        def count(done: int, total: int) -> None:
+            del total
+            self.advance(done - self._count)
+
+        return count
 
     def advance(self, count: int = 1, note: str = "") -> None:
         """Tells that `count` more pieces of the phase are done; `note` is shown beside the bar."""

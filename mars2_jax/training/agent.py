@@ -1,0 +1,194 @@
+"""An agent: one language model with its own weights, optimizer, reference, engine and buffer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from ml_collections import FrozenConfigDict
+
+from mars2_jax.errors import ConfigError
+from mars2_jax.learning.advantage import TreeAdvantages
+from mars2_jax.learning.batch import Sample, TreeArrays, make_batch
+from mars2_jax.learning.update import Learner, TrainState
+from mars2_jax.models.config import ModelConfig
+from mars2_jax.models.decoder import Decoder
+from mars2_jax.models.files import find, open_checkpoint
+from mars2_jax.models.tokenizer import ChatTokenizer, load_tokenizer
+from mars2_jax.models.weights import abstract_decoder, load
+from mars2_jax.parallel.mesh import param_shardings, rows
+from mars2_jax.rollout.engine import Engine
+from mars2_jax.rollout.types import Completion, SamplingParams
+from mars2_jax.training.buffer import Buffer, TreeKey
+from mars2_jax.training.writer import EngineWriter, Prompter
+
+__all__ = ["Agent", "ModelFile", "build_team", "make_prompter", "open_models"]
+
+
+class ModelFile:
+    """What is known of a model before its weights are read: cheap to make, so that mistakes show up early.
+
+    Raises:
+      ModelError: missing, damaged, of another checksum, or not supported.
+      ConfigError: sequences longer than the model was made for.
+    """
+
+    def __init__(self, model: FrozenConfigDict, longest: int):
+        self.path, self.sha256 = model.path, model.sha256
+        with open_checkpoint(self.path, self.sha256) as checkpoint:
+            self.config: ModelConfig = checkpoint.config
+            self.tokenizer: ChatTokenizer = load_tokenizer(checkpoint, str(find(self.path)))
+        if longest > self.config.max_length:
+            raise ConfigError(
+                f"config.rollout allows {longest} tokens (max_prompt_tokens + max_new_tokens), but {self.path} was "
+                f"made for {self.config.max_length}: lower them"
+            )
+        self.dtype = _dtype(model.dtype)
+
+    def load(self, mesh: Mesh) -> Decoder:
+        """The model with float32 weights, placed on the mesh."""
+        _, abstract = nnx.split(abstract_decoder(self.config))
+        with open_checkpoint(self.path) as checkpoint:
+            return load(checkpoint, dtype=self.dtype, shardings=param_shardings(mesh, abstract))
+
+
+def _dtype(name: str) -> Any:
+    if name == "auto":
+        return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    return jnp.dtype(name)
+
+
+class Agent:
+    """One member of the team. See `build_team`.
+
+    Attributes:
+      name: its name in the config.
+      config: its section of the config.
+      engine: decodes with its current weights.
+      buffer: its finished nodes that no update has used yet.
+      state: weights, optimizer state and number of updates; None where it does not learn.
+    """
+
+    def __init__(self, name: str, config: FrozenConfigDict, run: FrozenConfigDict, model: ModelFile, decoder: Decoder):
+        self.name, self.config, self._run = name, config, run
+        self.tokenizer = model.tokenizer
+        self.buffer = Buffer()
+        self.state: TrainState | None = None
+        self._reference: nnx.State | None = None
+        rollout = run.rollout
+        self.engine = Engine(
+            decoder,
+            slots=rollout.slots,
+            chunk=rollout.chunk,
+            capacity=rollout.max_prompt_tokens + rollout.max_new_tokens,
+            stop_ids=model.tokenizer.stop_ids,
+        )
+        if config.trainable:
+            self.learner = Learner.create(
+                decoder,
+                run.learning,
+                config.optimizer,
+                temperature=rollout.temperature,
+                budget=rollout.max_new_tokens,
+            )
+            params = nnx.state(decoder)
+            # Kept only for the KL term; agents of one checkpoint share it.
+            self._reference = params if run.learning.kl_coef > 0 else None
+            self.set_state(self.learner.init(params))
+
+    def set_state(self, state: TrainState) -> None:
+        """Learns and decodes from this state on."""
+        self.state = state
+        # The engine casts the weights to the type it computes in once, not in every step.
+        self.engine.set_params(jax.tree.map(lambda x: x.astype(self.engine.dtype), state.params))
+
+    def writer(self, sampling: SamplingParams) -> EngineWriter:
+        """Its voice in a search."""
+        return EngineWriter(
+            self.name, self.engine, self.tokenizer, make_prompter(self.name, self._run, self.tokenizer), sampling
+        )
+
+    def remember(
+        self, written: list[tuple[TreeKey, int, Completion]], trees: dict[TreeKey, TreeArrays]
+    ) -> None:
+        """Puts graded nodes that it wrote into its buffer, scored under its current and its reference weights.
+
+        The current weights are those that wrote them: `lp_old` against the engine's own log-probabilities is the gap
+        between trainer and sampler and nothing else.
+        """
+        assert self.state is not None
+        if not written:
+            return
+        prompts = [c.prompt for _, _, c in written]
+        responses = [c.tokens for _, _, c in written]
+        old = self.learner.score_responses(self.state.params, prompts, responses)
+        reference: list[np.ndarray] | list[None] = [None] * len(written)
+        if self._reference is not None:
+            # Before the first update both are the same weights.
+            first = int(self.state.step) == 0
+            reference = old if first else self.learner.score_responses(self._reference, prompts, responses)
+        samples = [
+            Sample(tree, slot, c.prompt, c.tokens, c.logprobs, lp_old, lp_ref)
+            for (tree, slot, c), lp_old, lp_ref in zip(written, old, reference, strict=True)
+        ]
+        self.buffer.add(samples, trees)
+
+    def update(self, mesh: Mesh) -> tuple[dict[str, float], list[TreeKey], TreeAdvantages]:
+        """One update from the oldest `train_batch_size` samples of the buffer.
+
+        Returns:
+          Metrics; the trees of the batch; the shaped rewards and advantages that were used, [trees, nodes], in their
+          order.
+        """
+        assert self.state is not None
+        learning = self._run.learning
+        samples, trees = self.buffer.take(learning.train_batch_size)
+        batch, keys = make_batch(samples, trees, micro_batch_size=learning.micro_batch_size)
+        if mesh.size > 1:
+            batch = dataclasses.replace(batch, samples=jax.device_put(batch.samples, rows(mesh, leading=1)))
+        state, metrics, advantages = self.learner.update(self.state, batch)
+        metrics, advantages = jax.device_get((metrics, advantages))
+        self.set_state(state)
+        return {name: float(value) for name, value in metrics.items()}, keys, advantages  # type: ignore[return-value]
+
+
+def make_prompter(name: str, run: FrozenConfigDict, tokenizer: ChatTokenizer) -> Prompter:
+    """The prompter of the agent `name`."""
+    return Prompter(
+        name,
+        tokenizer,
+        role=run.agents[name].role,
+        feedback=run.prompts.feedback,
+        max_tokens=run.rollout.max_prompt_tokens,
+    )
+
+
+def open_models(run: FrozenConfigDict) -> dict[str, ModelFile]:
+    """The models that the agents name, by path; each is opened once. Raises as `ModelFile` does."""
+    longest = run.rollout.max_prompt_tokens + run.rollout.max_new_tokens
+    files: dict[str, ModelFile] = {}
+    for agent in run.agents.values():
+        model = agent.model
+        if model.path not in files:
+            files[model.path] = ModelFile(model, longest)
+        known = files[model.path]
+        if (known.sha256, known.dtype) != (model.sha256, _dtype(model.dtype)):
+            raise ConfigError(f"agents name the model {model.path!r} with different checksums or types: make them equal")
+    return files
+
+
+def build_team(run: FrozenConfigDict, files: dict[str, ModelFile], mesh: Mesh) -> list[Agent]:
+    """Loads the models and makes the agents, in the order of their names in the config.
+
+    Agents of one checkpoint start from equal weights, read once, and then go their own ways.
+    """
+    decoders = {path: file.load(mesh) for path, file in files.items()}
+    return [
+        Agent(name, config, run, files[config.model.path], decoders[config.model.path])
+        for name, config in run.agents.items()
+    ]

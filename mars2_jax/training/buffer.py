@@ -1,0 +1,94 @@
+"""Finished nodes that wait for their agent's next update."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+
+import numpy as np
+
+from mars2_jax.learning.batch import Sample, TreeArrays
+
+__all__ = ["Buffer", "TreeKey"]
+
+TreeKey = tuple[int, int]
+"""Training step and tree within it."""
+
+_TOKEN_FIELDS = ("logprobs", "lp_old", "lp_ref")
+_TREE_FIELDS = ("reward", "parent", "agent", "graded", "length")
+
+
+class Buffer:
+    """A queue of samples, first in first out, with the trees they stand in.
+
+    A node is learned from once. Trees are kept as long as a sample of theirs waits, since a node's advantage is
+    relative to its whole tree.
+    """
+
+    def __init__(self) -> None:
+        self._samples: list[Sample] = []
+        self._trees: dict[Hashable, TreeArrays] = {}
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def add(self, samples: Sequence[Sample], trees: Mapping[TreeKey, TreeArrays]) -> None:
+        """Appends samples; `trees` holds at least every tree that they name."""
+        self._samples.extend(samples)
+        self._trees.update({s.tree: trees[s.tree] for s in samples})  # type: ignore[index]
+
+    def take(self, count: int) -> tuple[list[Sample], dict[Hashable, TreeArrays]]:
+        """Removes and returns the `count` oldest samples, and their trees.
+
+        Raises:
+          ValueError: there are fewer.
+        """
+        if count > len(self._samples):
+            raise ValueError(f"the buffer holds {len(self._samples)} samples, not {count}")
+        taken, self._samples = self._samples[:count], self._samples[count:]
+        trees = {s.tree: self._trees[s.tree] for s in taken}
+        waiting = {s.tree for s in self._samples}
+        self._trees = {key: tree for key, tree in self._trees.items() if key in waiting}
+        return taken, trees
+
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """Everything as flat arrays, for a checkpoint: ragged ones joined, with their lengths."""
+        samples, trees = self._samples, list(self._trees.items())
+        join = lambda parts, dtype: np.concatenate([*parts, np.zeros(0, dtype)]).astype(dtype)  # noqa: E731
+        arrays = {
+            "tree": np.asarray([s.tree for s in samples], np.int64).reshape(-1, 2),
+            "slot": np.asarray([s.slot for s in samples], np.int32),
+            "prompt_length": np.asarray([len(s.prompt) for s in samples], np.int32),
+            "response_length": np.asarray([len(s.tokens) for s in samples], np.int32),
+            "has_reference": np.asarray([s.lp_ref is not None for s in samples], bool),
+            "prompt": join([s.prompt for s in samples], np.int32),
+            "tokens": join([s.tokens for s in samples], np.int32),
+            "trees": np.asarray([key for key, _ in trees], np.int64).reshape(-1, 2),
+            "nodes": np.asarray([len(t.reward) for _, t in trees], np.int32),
+        }
+        for name in _TOKEN_FIELDS:
+            values = [getattr(s, name) if getattr(s, name) is not None else np.zeros(len(s.tokens)) for s in samples]
+            arrays[name] = join(values, np.float32)
+        for name in _TREE_FIELDS:
+            parts = [getattr(t, name) for _, t in trees]
+            arrays[f"tree_{name}"] = join(parts, parts[0].dtype if parts else np.float32)
+        return arrays
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Buffer:
+        """The buffer that `to_arrays` was called on."""
+        buffer = cls()
+
+        def split(name: str, lengths: np.ndarray) -> list[np.ndarray]:
+            return np.split(arrays[name], np.cumsum(lengths)[:-1]) if len(lengths) else []
+
+        tree_fields = {name: split(f"tree_{name}", arrays["nodes"]) for name in _TREE_FIELDS}
+        for i, key in enumerate(arrays["trees"].tolist()):
+            buffer._trees[tuple(key)] = TreeArrays(**{name: tree_fields[name][i] for name in _TREE_FIELDS})
+        prompts = split("prompt", arrays["prompt_length"])
+        ragged = {name: split(name, arrays["response_length"]) for name in ("tokens", *_TOKEN_FIELDS)}
+        for i, key in enumerate(arrays["tree"].tolist()):
+            fields = {name: values[i] for name, values in ragged.items()}
+            if not arrays["has_reference"][i]:
+                fields["lp_ref"] = None
+            buffer._samples.append(Sample(tree=tuple(key), slot=int(arrays["slot"][i]), prompt=prompts[i], **fields))
+        return buffer

@@ -1,0 +1,240 @@
+"""Training: search, learn, save, and again. A run is a function of its config; a resumed one ends bit-identical."""
+
+from __future__ import annotations
+
+import logging
+import pathlib
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from ml_collections import FrozenConfigDict
+from rich.console import Console
+
+from mars2_jax.config import write_config
+from mars2_jax.errors import ConfigError
+from mars2_jax.rollout.programs import compilations
+from mars2_jax.search.explore import explore
+from mars2_jax.tasks.order import problems_for_step
+from mars2_jax.tasks.problem import Problem
+from mars2_jax.training.agent import Agent
+from mars2_jax.training.buffer import Buffer, TreeKey
+from mars2_jax.training.checkpoint import Checkpointer
+from mars2_jax.training.evaluation import TRAIN, evaluate
+from mars2_jax.training.metrics import MetricsWriter
+from mars2_jax.training.records import most_telling, search_metrics, tree_arrays, tree_rows, written_by
+from mars2_jax.training.setup import Setup, eval_problems, start_grader, train_problems, training_sampling
+from mars2_jax.training.trees import read_trees, trees_path, write_trees
+from mars2_jax.viewer.terminal import Progress, render_summary, render_tree
+
+__all__ = ["Trainer", "check_resumable", "train"]
+
+_MAY_CHANGE = ("training", "eval", "grading.isolation", "grading.workers")
+"""Config keys that a resumed run may change: they do not touch what is learned (`training.steps` only how long)."""
+
+
+def train(config: FrozenConfigDict, workdir: str, console: Console | None = None) -> None:
+    """Trains a team from its config, or goes on where a run in `workdir` stopped.
+
+    Raises:
+      UserError: something that the user can put right; raised before any work starts.
+    """
+    console = console or Console()
+    problems = train_problems(config)
+    judges = eval_problems(config) if config.training.evaluate else []
+    with start_grader(config) as grader:
+        setup = Setup.check(config, [*problems, *judges])
+        checkpointer = Checkpointer(workdir, keep=config.training.keep, every=config.training.checkpoint_every)
+        with checkpointer:
+            trainer = Trainer(setup, problems, judges, grader, checkpointer, pathlib.Path(workdir), console)
+            trainer.run()
+
+
+class Trainer:
+    """One run. Made by `train`; the pieces it is given are open and checked."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        problems: Sequence[Problem],
+        judges: Sequence[Problem],
+        grader: Any,
+        checkpointer: Checkpointer,
+        workdir: pathlib.Path,
+        console: Console,
+    ):
+        self.config, self.mesh = setup.config, setup.mesh
+        self.problems, self.judges, self.grader = problems, judges, grader
+        self.checkpointer, self.workdir, self.console = checkpointer, workdir, console
+        self.evaluations: dict[str, dict[str, float]] = {}
+        console.print(f"loading {', '.join(setup.files)}", highlight=False)
+        self.team = setup.team()
+        self.learners = [agent for agent in self.team if agent.state is not None]
+        if not self.learners:
+            raise ConfigError("no agent is trainable: set config.agents.<name>.trainable=True for at least one")
+        self.step = self._restore()
+
+    def run(self) -> None:
+        """Trains to the last step, evaluating before and after, and prints what came of it."""
+        steps = self.config.training.steps
+        write_config(self.config, self.workdir)
+        resumed = self.step or None
+        if resumed:
+            self.console.print(f"resuming after step {self.step}", highlight=False)
+        with (
+            MetricsWriter(self.workdir, resumed) as metrics,
+            Progress(steps, done=self.step, console=self.console) as progress,
+        ):
+            if self.judges and not self.step:
+                self._evaluate("before", progress, metrics)
+            while self.step < steps:
+                summary = self._train_step(progress, metrics)
+                last = self.step == steps
+                if last and self.judges:
+                    self._evaluate("after", progress, metrics)
+                if last or self.checkpointer.due(self.step):
+                    self._save()
+                progress.finish_step(summary)
+            if self.judges and "after" not in self.evaluations:
+                self._evaluate("after", progress, metrics)
+        self.checkpointer.wait()
+        self._report()
+
+    def _train_step(self, progress: Progress, metrics: MetricsWriter) -> str:
+        config, step = self.config, self.step + 1
+        chosen = [
+            self.problems[i]
+            for i in problems_for_step(len(self.problems), self.step, config.data.problems_per_step, config.seed)
+        ]
+        decoded = [agent.engine.decoded_tokens for agent in self.team]
+        exploration = explore(
+            chosen,
+            [agent.writer(training_sampling(config)) for agent in self.team],
+            self.grader,
+            config.search,
+            key=jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), TRAIN), step),
+            reward=config.grading.reward,
+            reward_tests=config.grading.reward_tests,
+            progress=progress.counter("search", len(chosen) * config.search.nodes),
+        )
+        values = search_metrics(exploration)
+        started = time.perf_counter()
+        trees = tree_arrays(exploration, step)
+        used: dict[TreeKey, tuple[np.ndarray, np.ndarray]] = {}
+        advance = progress.counter("learn", len(self.learners))
+        learned = 0
+        for index, agent in enumerate(self.team):
+            prefix = f"agent/{agent.name}"
+            tokens = agent.engine.decoded_tokens - decoded[index]
+            written = written_by(exploration, index, step)
+            values |= {
+                f"{prefix}/nodes": len(written),
+                f"{prefix}/tokens": tokens,
+                f"{prefix}/tokens_per_second": tokens / max(exploration.seconds.decoding, 1e-9),
+            }
+            if written:
+                values[f"{prefix}/reward_mean"] = float(np.mean([trees[key].reward[slot] for key, slot, _ in written]))
+            if agent.state is not None:
+                agent.remember(written, trees)
+                values |= {f"{prefix}/{name}": value for name, value in self._update(agent, used).items()}
+                values |= {f"{prefix}/updates": int(agent.state.step), f"{prefix}/buffer": len(agent.buffer)}
+                learned += 1
+                advance(learned, len(self.learners))
+        values["time/update_seconds"] = time.perf_counter() - started
+        values["rollout/compilations"] = compilations()
+        write_trees(self.workdir, step, tree_rows(exploration, [a.name for a in self.team], step, used))
+        metrics.write(step, values)
+        self.step = step
+        return f"reward {values.get('search/reward_mean', 0.0):.2f}, solved {values['search/solve_rate']:.0%} of trees"
+
+    def _update(self, agent: Agent, used: dict[TreeKey, tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
+        """All updates that the agent's buffer allows; the means of their metrics."""
+        collected: dict[str, list[float]] = defaultdict(list)
+        while len(agent.buffer) >= self.config.learning.train_batch_size:
+            update, keys, advantages = agent.update(self.mesh)
+            for i, key in enumerate(keys):
+                used[key] = (advantages.shaped[i], advantages.advantage[i])
+            for name, value in update.items():
+                collected[name].append(value)
+        # Of the nodes of this step, not of those that were updated from: counted by the caller.
+        for name in ("nodes", "tokens", "reward_mean"):
+            collected.pop(name, None)
+        return {name: float(np.mean(v)) for name, v in collected.items()}
+
+    def _evaluate(self, when: str, progress: Progress, metrics: MetricsWriter) -> None:
+        self.evaluations[when] = evaluate(self.config, self.team, self.judges, self.grader, progress)
+        metrics.write(self.step, self.evaluations[when])
+
+    def _save(self) -> None:
+        host = {
+            f"{agent.name}/{name}": array
+            for agent in self.learners
+            for name, array in agent.buffer.to_arrays().items()
+        }
+        meta = {"config": self.config.to_dict(), "evaluations": self.evaluations}
+        self.checkpointer.save(self.step, {agent.name: agent.state for agent in self.learners}, meta, host)
+
+    def _restore(self) -> int:
+        target = {agent.name: agent.state for agent in self.learners}
+        saved = self.checkpointer.restore(jax.tree.map(_abstract, target))
+        if saved is None:
+            return 0
+        check_resumable(saved.meta["config"], self.config.to_dict())
+        for agent in self.learners:
+            agent.set_state(saved.state[agent.name])
+            prefix = f"{agent.name}/"
+            arrays = {n.removeprefix(prefix): a for n, a in saved.host.items() if n.startswith(prefix)}
+            agent.buffer = Buffer.from_arrays(arrays)
+        self.evaluations = {"before": saved.meta["evaluations"]["before"]} if saved.meta["evaluations"] else {}
+        if saved.step >= self.config.training.steps:
+            self.evaluations = dict(saved.meta["evaluations"])
+        return saved.step
+
+    def _report(self) -> None:
+        before, after = self.evaluations.get("before", {}), self.evaluations.get("after", {})
+        if after:
+            rows = [(name.split("/", 2)[2], before.get(name), after.get(name)) for name in after]
+            self.console.print(render_summary(rows, f"{self.config.eval.source}, {len(self.judges)} held-out problems"))
+        trees = []
+        for step in range(1, self.step + 1):
+            if trees_path(self.workdir, step).exists():
+                trees += read_trees(trees_path(self.workdir, step))
+        best = most_telling(trees)
+        if best is not None:
+            title = f"step {best['step']}, problem {best['problem']}"
+            self.console.print(render_tree(best["nodes"], [a.name for a in self.team], title))
+        logging.getLogger(__name__).info("%d rollout programs compiled", compilations())
+
+
+def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuses to go on with a run under a config that would have made another one.
+
+    Raises:
+      ConfigError: names the first key that differs and may not.
+    """
+    for key in sorted(_flat(saved).keys() | _flat(now).keys()):
+        if any(key == allowed or key.startswith(f"{allowed}.") for allowed in _MAY_CHANGE):
+            continue
+        old, new = _flat(saved).get(key), _flat(now).get(key)
+        if old != new:
+            raise ConfigError(
+                f"config.{key} is {new!r}, but the run in this workdir was started with {old!r}: "
+                "put it back, or choose another --workdir"
+            )
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat

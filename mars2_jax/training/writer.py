@@ -1,0 +1,104 @@
+"""An agent's voice in a search: prompts in its chat template, an engine behind, programs out."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mars2_jax.errors import PromptTooLong
+from mars2_jax.models.tokenizer import ChatTokenizer
+from mars2_jax.rollout.engine import Engine
+from mars2_jax.rollout.types import Request, SamplingParams
+from mars2_jax.search.writer import Attempt, Draft
+from mars2_jax.tasks.extract import extract_program
+from mars2_jax.tasks.problem import Problem
+from mars2_jax.tasks.prompts import Feedback, attempt_messages, refinement_candidates
+
+__all__ = ["EngineWriter", "Prompter"]
+
+
+class Prompter:
+    """Problems and earlier attempts to prompt tokens, for one agent.
+
+    Args:
+      name: the agent's name.
+      tokenizer: the model's, with its chat template.
+      role: system prompt; "" for none.
+      feedback: what a refinement prompt tells about the failure.
+      max_tokens: longest prompt.
+    """
+
+    def __init__(self, name: str, tokenizer: ChatTokenizer, *, role: str, feedback: Feedback, max_tokens: int):
+        self._name, self._tokenizer, self._role = name, tokenizer, role
+        self._feedback: Feedback = feedback
+        self._max_tokens = max_tokens
+
+    def attempt(self, problem: Problem) -> np.ndarray:
+        """int32[P]: the prompt of a first attempt.
+
+        Raises:
+          PromptTooLong: it does not fit.
+        """
+        prompt = self._tokenizer.encode_chat(attempt_messages(problem, self._role))
+        if len(prompt) > self._max_tokens:
+            raise PromptTooLong(
+                f"problem {problem.id!r} makes a prompt of {len(prompt)} tokens for agent {self._name!r}, more than "
+                f"config.rollout.max_prompt_tokens={self._max_tokens}: raise it, or leave the problem out"
+            )
+        return prompt
+
+    def refinement(self, problem: Problem, previous: Attempt) -> np.ndarray:
+        """int32[P]: the prompt that asks for a better program; cut until it fits, the feedback first.
+
+        Where not even the statement with a short verdict fits, the problem is asked anew.
+        """
+        for messages in refinement_candidates(
+            problem, self._role, previous.draft.program, previous.grade, feedback=self._feedback
+        ):
+            prompt = self._tokenizer.encode_chat(messages)
+            if len(prompt) <= self._max_tokens:
+                return prompt
+        return self.attempt(problem)
+
+
+class EngineWriter:
+    """A `search.writer.Writer` that decodes with an engine.
+
+    Args:
+      name: the agent's name.
+      engine: decodes; several writers may take turns on one engine, but not at the same time.
+      tokenizer: the model's.
+      prompter: makes the prompts.
+      sampling: how every response is drawn.
+    """
+
+    def __init__(
+        self, name: str, engine: Engine, tokenizer: ChatTokenizer, prompter: Prompter, sampling: SamplingParams
+    ):
+        self.name = name
+        self._engine, self._tokenizer, self._prompter, self._sampling = engine, tokenizer, prompter, sampling
+        self._open: dict[int, Problem] = {}
+
+    def submit(self, ticket: int, problem: Problem, previous: Attempt | None, key: np.ndarray) -> None:
+        """See `Writer.submit`.
+
+        Raises:
+          PromptTooLong: the statement does not fit.
+        """
+        if ticket in self._open:
+            raise ValueError(f"ticket {ticket} is open already")
+        prompt = self._prompter.attempt(problem) if previous is None else self._prompter.refinement(problem, previous)
+        self._engine.submit(Request(ticket, prompt, key, self._sampling))
+        self._open[ticket] = problem
+
+    def step(self) -> list[Draft]:
+        """See `Writer.step`: one chunk of decoding."""
+        drafts = []
+        for completion in self._engine.step():
+            problem = self._open.pop(completion.id)
+            text = self._tokenizer.decode(completion.tokens)
+            drafts.append(Draft(completion.id, text, extract_program(text, problem), completion))
+        return drafts
+
+    @property
+    def pending(self) -> int:
+        return len(self._open)
