@@ -35,6 +35,7 @@ setup(
     install_requires=[
         "absl-py>=2.1",
         "array-record>=0.8",
+        "etils>=1.12",
         "flax>=0.12.8",
         "gguf>=0.17",
         "grain>=0.2.12",
@@ -72,7 +73,8 @@ setup(
             "treequest==0.3.3",
         ],
         "tpu": ["jax[tpu]>=0.10"],
-        "cuda": ["jax[cuda13]>=0.10"],
+        # The CUDA that JAX's own extra "cuda" stands for; it runs on older drivers too than jax[cuda13] does.
+        "cuda": ["jax[cuda12]>=0.10"],
     },
     classifiers=[
         "Intended Audience :: Science/Research",
