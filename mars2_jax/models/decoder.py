@@ -50,6 +50,15 @@ _ones = nnx.initializers.ones
 _zeros = nnx.initializers.zeros
 
 
+def _linear(x: Float[Array, "*batch in"], weight: Float[Array, "out in"]) -> Float[Array, "*batch out"]:
+    """x · weightᵀ.
+
+    Two-dimensional on purpose: of a weight with more axes XLA's CPU backend makes a transposed copy in every call. The
+    callers flatten only axes that lie behind the one that may be sharded, so that shardings pass through the reshape.
+    """
+    return jnp.einsum("...i,oi->...o", x, weight.astype(x.dtype))
+
+
 class RMSNorm(nnx.Module):
     """Root-mean-square norm (arXiv 1910.07467) over the last axis, computed in float32."""
 
@@ -83,28 +92,27 @@ class Attention(nnx.Module):
         self.key_norm = norm() if config.qk_norm else None
 
     def __call__(self, x: Float[Array, "batch length embed"], sin, cos, attend) -> tuple[jax.Array, Any]:
-        dtype = x.dtype
-        qkv = jnp.einsum("bsd,kghd->bskgh", x, self.qkv[...].astype(dtype))
+        qkv = _linear(x, self.qkv[...].reshape(-1, x.shape[-1])).reshape(x.shape[:2] + self.qkv.shape[:3])
         if self.qkv_bias is not None:
-            qkv = qkv + self.qkv_bias[...].astype(dtype)
+            qkv = qkv + self.qkv_bias[...].astype(x.dtype)
         query, key, value = qkv[:, :, :, : self.group], qkv[:, :, :, self.group], qkv[:, :, :, self.group + 1]
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         mixed, extra = attend(rotate(query, sin, cos), rotate(key, sin, cos), value)
-        return jnp.einsum("bskgh,dkgh->bsd", mixed, self.out[...].astype(dtype)), extra
+        return _linear(mixed.reshape(x.shape[:2] + (-1,)), self.out[...].reshape(x.shape[-1], -1)), extra
 
 
 class MLP(nnx.Module):
-    """SwiGLU (arXiv 2002.05202): down(silu(gate(x)) * up(x)), gate and up in one matmul."""
+    """SwiGLU (arXiv 2002.05202): down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, param_dtype):
         d, f = config.embed_dim, config.mlp_dim
-        self.gate_up = _weight(rngs, _normal, (2, f, d), (None, "mlp", "embed"), param_dtype)
+        self.gate = _weight(rngs, _normal, (f, d), ("mlp", "embed"), param_dtype)
+        self.up = _weight(rngs, _normal, (f, d), ("mlp", "embed"), param_dtype)
         self.down = _weight(rngs, _normal, (d, f), ("embed", "mlp"), param_dtype)
 
     def __call__(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch length embed"]:
-        both = jnp.einsum("bsd,cfd->bscf", x, self.gate_up[...].astype(x.dtype))
-        return jnp.einsum("bsf,df->bsd", jax.nn.silu(both[:, :, 0]) * both[:, :, 1], self.down[...].astype(x.dtype))
+        return _linear(jax.nn.silu(_linear(x, self.gate[...])) * _linear(x, self.up[...]), self.down[...])
 
 
 class Block(nnx.Module):

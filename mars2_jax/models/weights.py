@@ -94,7 +94,8 @@ _LAYER_SOURCES = {
     "attention.key_norm.scale": ["self_attn.k_norm.weight"],
     "attention.out": ["self_attn.o_proj.weight"],
     "mlp_norm.scale": ["post_attention_layernorm.weight"],
-    "mlp.gate_up": ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
+    "mlp.gate": ["mlp.gate_proj.weight"],
+    "mlp.up": ["mlp.up_proj.weight"],
     "mlp.down": ["mlp.down_proj.weight"],
 }
 _TOP_SOURCES = {
@@ -122,6 +123,4 @@ def _assemble(name: str, config: ModelConfig, read: Reader) -> np.ndarray:
         return np.concatenate(heads, axis=1)
     if name.endswith("attention.out"):
         return tensors[0].reshape(-1, k, g, h)
-    if name.endswith("mlp.gate_up"):
-        return np.stack(tensors)
     return tensors[0]
