@@ -233,7 +233,7 @@ def _update(
     alive = batch.graded.any(-1)
     metrics = {name: total / tokens for name, total in terms.sums.items() if name != "tokens"} | {
         "loss": terms.numerator / terms.denominator,
-        "grad_norm": optax.global_norm(gradient),
+        "grad_norm": optax.tree.norm(gradient),
         "reward_mean": row_mean(batch.reward[samples.tree, samples.slot]),
         "advantage_mean": mean,
         "advantage_std": jnp.sqrt(row_mean((advantage - mean) ** 2)),
