@@ -7,14 +7,20 @@ is not in this file is an error, as is a combination that the program cannot run
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from mars2_jax.errors import ConfigError
+from mars2_jax.files import write_atomically
 
-__all__ = ["agent_config", "default_config", "validate"]
+__all__ = ["agent_config", "check_key", "default_config", "describe_type", "validate", "write_config"]
 
 
 def agent_config() -> ConfigDict:
@@ -186,4 +192,196 @@ _CHOICES = {
     "learning.kl": ("k1", "k2", "k3"),
     "learning.aggregation": ("token_mean", "seq_mean", "seq_mean_token_sum_norm"),
     "learning.remat": ("none", "layer"),
+    "agents.*.model.dtype": ("auto", "float32", "bfloat16"),
 }
+
+# What a number must be, as an interval; None is no bound, a round bracket leaves the bound itself out.
+_RANGES: dict[str, tuple[str, float | None, float | None, str]] = {
+    "seed": ("[", 0, 2**32 - 1, "]"),
+    "data.limit": ("[", 0, None, ")"),
+    "data.problems_per_step": ("[", 1, None, ")"),
+    "search.nodes": ("[", 1, None, ")"),
+    "search.verdict_lag": ("[", 0, None, ")"),
+    "rollout.slots": ("[", 1, None, ")"),
+    "rollout.chunk": ("[", 1, None, ")"),
+    "rollout.max_prompt_tokens": ("[", 1, None, ")"),
+    "rollout.max_new_tokens": ("[", 1, None, ")"),
+    "rollout.temperature": ("[", 0, None, ")"),
+    "rollout.top_k": ("[", 0, None, ")"),
+    "rollout.top_p": ("(", 0, 1, "]"),
+    "rollout.min_p": ("[", 0, 1, ")"),
+    "grading.workers": ("[", 0, None, ")"),
+    "learning.gamma": ("[", 0, None, ")"),
+    "learning.lam": ("[", 0, 1, "]"),
+    "learning.clip_low": ("[", 0, 1, "]"),
+    "learning.clip_high": ("[", 0, None, ")"),
+    "learning.tis_cap": ("(", 0, None, ")"),
+    "learning.tis_veto": ("[", 0, 1, ")"),
+    "learning.kl_coef": ("[", 0, None, ")"),
+    "learning.entropy_coef": ("[", 0, None, ")"),
+    "learning.overlong_buffer": ("[", 0, None, ")"),
+    "learning.overlong_factor": ("[", 0, None, ")"),
+    "learning.train_batch_size": ("[", 1, None, ")"),
+    "learning.micro_batch_size": ("[", 1, None, ")"),
+    "training.steps": ("[", 1, None, ")"),
+    "training.checkpoint_every": ("[", 1, None, ")"),
+    "training.keep": ("[", 1, None, ")"),
+    "eval.limit": ("[", 0, None, ")"),
+    "eval.temperature": ("[", 0, None, ")"),
+    "eval.search_nodes": ("[", 0, None, ")"),
+    "agents.*.optimizer.learning_rate": ("[", 0, None, ")"),
+    "agents.*.optimizer.warmup_updates": ("[", 0, None, ")"),
+    "agents.*.optimizer.b1": ("[", 0, 1, ")"),
+    "agents.*.optimizer.b2": ("[", 0, 1, ")"),
+    "agents.*.optimizer.eps": ("(", 0, None, ")"),
+    "agents.*.optimizer.weight_decay": ("[", 0, None, ")"),
+    "agents.*.optimizer.max_grad_norm": ("(", 0, None, ")"),
+}
+
+_TYPES = {bool: "True or False", int: "a whole number", float: "a number", str: "a string"}
+
+
+def validate(config: ConfigDict) -> None:
+    """Checks that a run's config holds only keys that exist, with values and combinations that can be honoured.
+
+    Raises:
+      ConfigError: names the first key that is wrong, its value, and what is allowed.
+    """
+    _check_group(config, default_config(), "")
+    _check_combinations(config)
+
+
+def check_key(key: str) -> Any:
+    """The default value of a key such as "search.nodes" or "agents.coder.role" (a ConfigDict for a group of keys).
+
+    Raises:
+      ConfigError: there is no such key; names the nearest one there is.
+    """
+    node: Any = default_config()
+    parts = key.split(".")
+    for i, part in enumerate(parts):
+        here = ".".join(parts[:i])
+        if here == "agents":
+            node = agent_config()
+        elif not isinstance(node, ConfigDict):
+            raise ConfigError(f"config.{key} does not exist: config.{here} is {describe_type(node)}")
+        elif part not in node:
+            raise _unknown(part, node.keys(), here)
+        else:
+            node = node[part]
+    return node
+
+
+def describe_type(default: Any) -> str:
+    """What a value of the same type as `default` is called in a message."""
+    return "a group of keys" if isinstance(default, Mapping | ConfigDict) else _TYPES[type(default)]
+
+
+def write_config(config: ConfigDict, workdir: str | os.PathLike[str]) -> Path:
+    """Writes the resolved config to `<workdir>/config.json`."""
+    path = Path(workdir) / "config.json"
+    write_atomically(path, json.dumps(config.to_dict(), indent=2, sort_keys=True) + "\n")
+    return path
+
+
+def _check_group(config: Any, default: ConfigDict, path: str) -> None:
+    if not isinstance(config, ConfigDict):
+        raise ConfigError(f"config.{path} must be a group of keys, is {config!r}")
+    for key in config:
+        if key not in default:
+            raise _unknown(key, default.keys(), path)
+    for key in default:
+        name = f"{path}.{key}" if path else key
+        if key not in config:
+            raise ConfigError(f"config.{name} is missing; start from mars2_jax.config.default_config()")
+        value = config[key]
+        if name == "agents":
+            _check_agents(value)
+        elif isinstance(default[key], ConfigDict):
+            _check_group(value, default[key], name)
+        else:
+            _check_value(name, value, default[key])
+
+
+def _check_agents(agents: Any) -> None:
+    if not isinstance(agents, ConfigDict) or not agents:
+        raise ConfigError("config.agents is empty: give at least one, config.agents.<name> = agent_config()")
+    for name in agents:
+        # Names appear in metric names and paths.
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+            raise ConfigError(f"config.agents.{name}: a name is made of letters, digits, _ and -")
+        _check_group(agents[name], agent_config(), f"agents.{name}")
+
+
+def _check_value(name: str, value: Any, default: Any) -> None:
+    wanted = type(default)
+    right = isinstance(value, int | float) if wanted is float else isinstance(value, wanted)
+    if not right or (isinstance(value, bool) and wanted is not bool):
+        raise ConfigError(f"config.{name} must be {describe_type(default)}, is {value!r}")
+    if wanted is float and not math.isfinite(value):
+        raise ConfigError(f"config.{name} must be finite, is {value}")
+    pattern = re.sub(r"^agents\.[^.]+", "agents.*", name)
+    choices = _CHOICES.get(pattern)
+    if choices is not None and value not in choices:
+        raise ConfigError(f"config.{name} is {value!r}; it may be {_list(choices)}{_nearest(value, choices)}")
+    if pattern in _RANGES:
+        open_, low, high, close = _RANGES[pattern]
+        above = low is None or value > low or (value == low and open_ == "[")
+        below = high is None or value < high or (value == high and close == "]")
+        if not (above and below):
+            raise ConfigError(f"config.{name} is {value}; it must be {_interval(pattern)}")
+
+
+def _check_combinations(config: ConfigDict) -> None:
+    mesh = config.mesh.to_dict()
+    for axis, size in mesh.items():
+        if size < 1 and size != -1:
+            raise ConfigError(f"config.mesh.{axis} is {size}; it must be at least 1, or -1 for all devices left")
+    if sum(size == -1 for size in mesh.values()) > 1:
+        raise ConfigError(f"config.mesh has more than one -1: {mesh}; only one axis can take all devices left")
+    for name, agent in config.agents.items():
+        if not agent.model.path:
+            raise ConfigError(f"config.agents.{name}.model.path is empty: name a model folder or file")
+        if not re.fullmatch(r"([0-9a-fA-F]{64})?", agent.model.sha256):
+            raise ConfigError(f"config.agents.{name}.model.sha256 is {agent.model.sha256!r}; it must be 64 hex digits")
+    learning = config.learning
+    if learning.train_batch_size % learning.micro_batch_size:
+        raise ConfigError(
+            f"config.learning.train_batch_size is {learning.train_batch_size}; it must be a multiple of "
+            f"config.learning.micro_batch_size, which is {learning.micro_batch_size}"
+        )
+    if learning.dual_clip != 0 and learning.dual_clip <= 1:
+        raise ConfigError(f"config.learning.dual_clip is {learning.dual_clip}; it must be above 1, or 0 for off")
+    if learning.overlong_factor > 0 and not 0 < learning.overlong_buffer <= config.rollout.max_new_tokens:
+        raise ConfigError(
+            f"config.learning.overlong_buffer is {learning.overlong_buffer}; with overlong_factor above 0 it must be "
+            f"between 1 and config.rollout.max_new_tokens, which is {config.rollout.max_new_tokens}"
+        )
+    if learning.tis == "off" and learning.tis_veto > 0:
+        raise ConfigError(
+            f"config.learning.tis_veto is {learning.tis_veto}, but config.learning.tis is 'off'; set tis to use it"
+        )
+
+
+def _unknown(key: str, known: Iterable[str], path: str) -> ConfigError:
+    name = f"{path}.{key}" if path else key
+    known = list(known)
+    group = f"config.{path}" if path else "config"
+    remedy = _nearest(key, known, group + ".") or f"; {group} has {_list(known)}"
+    return ConfigError(f"config.{name} does not exist{remedy}")
+
+
+def _nearest(word: str, known: Iterable[str], prefix: str = "") -> str:
+    close = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.6)
+    return f"; did you mean {prefix}{close[0]}?" if close else ""
+
+
+def _list(words: Iterable[str]) -> str:
+    return ", ".join(str(word) for word in words)
+
+
+def _interval(pattern: str) -> str:
+    open_, low, high, close = _RANGES[pattern]
+    lower = "" if low is None else f"{'at least' if open_ == '[' else 'above'} {low}"
+    upper = "" if high is None else f"{'at most' if close == ']' else 'below'} {high}"
+    return " and ".join(part for part in (lower, upper) if part)

@@ -1,7 +1,8 @@
 """One decoder for Llama, Mistral, Qwen2 and Qwen3, in Flax NNX.
 
 Every weight is declared once, with its shape, its logical axes and its initializer; abstract tree, shardings and
-initialization follow from the declaration. The layers know nothing of caches: `attend` says how a layer's queries
+initialization follow from the declaration. Weights are stored [out, in], as checkpoints have them: XLA's CPU matmul is
+fastest that way at few rows, and other platforms choose their own layout. The layers know nothing of caches: `attend` says how a layer's queries
 meet keys and values, so that training, prefill and decoding run the same code.
 """
 
@@ -72,25 +73,25 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, param_dtype):
         d, k, g, h = config.embed_dim, config.kv_heads, config.group, config.head_dim
         self.group = g
-        self.qkv = _weight(rngs, _normal, (d, k, g + 2, h), ("embed", "kv_heads", None, None), param_dtype)
+        self.qkv = _weight(rngs, _normal, (k, g + 2, h, d), ("kv_heads", None, None, "embed"), param_dtype)
         self.qkv_bias = (
             _weight(rngs, _zeros, (k, g + 2, h), ("kv_heads", None, None), param_dtype) if config.qkv_bias else None
         )
-        self.out = _weight(rngs, _normal, (k, g, h, d), ("kv_heads", None, None, "embed"), param_dtype)
+        self.out = _weight(rngs, _normal, (d, k, g, h), ("embed", "kv_heads", None, None), param_dtype)
         norm = functools.partial(RMSNorm, h, None, config.norm_eps, rngs=rngs, param_dtype=param_dtype)
         self.query_norm = norm() if config.qk_norm else None
         self.key_norm = norm() if config.qk_norm else None
 
     def __call__(self, x: Float[Array, "batch length embed"], sin, cos, attend) -> tuple[jax.Array, Any]:
         dtype = x.dtype
-        qkv = jnp.einsum("bsd,dkgh->bskgh", x, self.qkv[...].astype(dtype))
+        qkv = jnp.einsum("bsd,kghd->bskgh", x, self.qkv[...].astype(dtype))
         if self.qkv_bias is not None:
             qkv = qkv + self.qkv_bias[...].astype(dtype)
         query, key, value = qkv[:, :, :, : self.group], qkv[:, :, :, self.group], qkv[:, :, :, self.group + 1]
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         mixed, extra = attend(rotate(query, sin, cos), rotate(key, sin, cos), value)
-        return jnp.einsum("bskgh,kghd->bsd", mixed, self.out[...].astype(dtype)), extra
+        return jnp.einsum("bskgh,dkgh->bsd", mixed, self.out[...].astype(dtype)), extra
 
 
 class MLP(nnx.Module):
@@ -98,12 +99,12 @@ class MLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, param_dtype):
         d, f = config.embed_dim, config.mlp_dim
-        self.gate_up = _weight(rngs, _normal, (d, 2, f), ("embed", None, "mlp"), param_dtype)
-        self.down = _weight(rngs, _normal, (f, d), ("mlp", "embed"), param_dtype)
+        self.gate_up = _weight(rngs, _normal, (2, f, d), (None, "mlp", "embed"), param_dtype)
+        self.down = _weight(rngs, _normal, (d, f), ("embed", "mlp"), param_dtype)
 
     def __call__(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch length embed"]:
-        both = jnp.einsum("bsd,dcf->bscf", x, self.gate_up[...].astype(x.dtype))
-        return jnp.einsum("bsf,fd->bsd", jax.nn.silu(both[:, :, 0]) * both[:, :, 1], self.down[...].astype(x.dtype))
+        both = jnp.einsum("bsd,cfd->bscf", x, self.gate_up[...].astype(x.dtype))
+        return jnp.einsum("bsf,df->bsd", jax.nn.silu(both[:, :, 0]) * both[:, :, 1], self.down[...].astype(x.dtype))
 
 
 class Block(nnx.Module):

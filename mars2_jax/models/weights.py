@@ -115,16 +115,13 @@ def _sources(name: str) -> list[str]:
 def _assemble(name: str, config: ModelConfig, read: Reader) -> np.ndarray:
     """The parameter `name` in this project's layout; Hugging Face stores matrices as [out, in]."""
     tensors = [read(source) for source in _sources(name)]
-    k, g, h, d = config.kv_heads, config.group, config.head_dim, config.embed_dim
+    k, g, h = config.kv_heads, config.group, config.head_dim
     if name.endswith(("attention.qkv", "attention.qkv_bias")):
         tail = tensors[0].shape[1:]
-        q, key, value = (t.reshape((k, n, h) + tail) for t, n in zip(tensors, (g, 1, 1), strict=True))
-        fused = np.concatenate([q, key, value], axis=1)
-        return np.moveaxis(fused, -1, 0) if tail else fused
+        heads = [t.reshape((k, n, h) + tail) for t, n in zip(tensors, (g, 1, 1), strict=True)]
+        return np.concatenate(heads, axis=1)
     if name.endswith("attention.out"):
-        return tensors[0].T.reshape(k, g, h, d)
+        return tensors[0].reshape(-1, k, g, h)
     if name.endswith("mlp.gate_up"):
-        return np.stack([t.T for t in tensors], axis=1)
-    if name.endswith("mlp.down"):
-        return tensors[0].T
+        return np.stack(tensors)
     return tensors[0]

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Resolves launch/requirements.lock anew from setup.py (extras quickstart and dev), for Linux and every supported Python.
+# Needs uv. requirements-models.lock and requirements-parity.lock are short and written by hand.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+uv pip compile setup.py --extra quickstart --extra dev \
+  --universal --python-version 3.11 --generate-hashes --no-annotate --upgrade --quiet \
+  --custom-compile-command "bash launch/lock.sh" \
+  --output-file launch/requirements.lock

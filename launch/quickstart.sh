@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Trains the quickstart team on this machine's CPU; arguments go to the command, e.g. --config.training.steps=4.
+# Running it again resumes the run in runs/quickstart; remove that folder to start over.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+bash launch/env.sh
+exec .venv/bin/python -m mars2_jax.train --config=configs/quickstart.py --workdir=runs/quickstart "$@"

@@ -1,0 +1,132 @@
+"""What the commands share: the flags `--config` and `--workdir`, and errors of the user told in one line.
+
+A command is
+
+    _CONFIG = command.define_config()
+    _WORKDIR = command.define_workdir()
+
+    def main() -> None:
+        config = command.load(_CONFIG)
+        ...
+
+    if __name__ == "__main__":
+        command.run(main)
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from absl import app, flags
+from ml_collections import ConfigDict, FrozenConfigDict, config_flags
+
+from mars2_jax import config as config_lib
+from mars2_jax.errors import ConfigError, UserError
+
+__all__ = ["define_config", "define_workdir", "load", "run"]
+
+_OVERRIDE = re.compile(r"--?config\.([^=]+)(=.*)?", re.DOTALL)
+_FILE = re.compile(r"--?config=([^:]*)(:.*)?", re.DOTALL)
+
+
+def define_config() -> flags.FlagHolder[Any]:
+    """Defines `--config=FILE[:VARIANT]`, whose values `--config.a.b=VALUE` overrides. To be read by `load`."""
+    return config_flags.DEFINE_config_file(
+        "config",
+        help_string="Config file, such as configs/quickstart.py, or FILE:VARIANT where the file has variants.",
+        lock_config=True,
+    )
+
+
+def define_workdir(required: bool = True) -> flags.FlagHolder[str | None]:
+    """Defines `--workdir=DIR`, the run's directory."""
+    return flags.DEFINE_string("workdir", None, "Directory of the run: checkpoints, metrics, trees.", required=required)
+
+
+def load(flag: flags.FlagHolder[Any]) -> FrozenConfigDict:
+    """The validated config, which nobody can change any more.
+
+    Raises:
+      ConfigError: no config was given, or it is not one that can be honoured.
+    """
+    config = flag.value
+    if config is None:
+        raise ConfigError("--config is missing; give a config file, such as --config=configs/quickstart.py")
+    if not isinstance(config, ConfigDict):
+        raise ConfigError(f"get_config() of the config file must return a ConfigDict, returned {type(config).__name__}")
+    config_lib.validate(config)
+    return FrozenConfigDict(config)
+
+
+def run(main: Callable[[], None]) -> NoReturn:
+    """Parses the flags and runs a command. A `UserError` becomes one line on stderr and exit code 2.
+
+    All else that is raised is a defect of the program and keeps its traceback.
+    """
+    try:
+        app.run(lambda _: main(), flags_parser=_parse)
+    except UserError as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        sys.exit(2)
+    sys.exit(0)
+
+
+def _parse(argv: Sequence[str]) -> list[str]:
+    """Parses like absl, but says what is wrong with `--config...` in the terms of the config."""
+    config_file = None
+    # Also in the form of two arguments, "--config FILE".
+    for argument, following in zip(argv[1:], [*argv[2:], ""], strict=True):
+        if override := _OVERRIDE.fullmatch(argument):
+            config_lib.check_key(override[1])
+        if file := _FILE.fullmatch(f"{argument}={following}" if argument in ("--config", "-config") else argument):
+            config_file = Path(file[1])
+            if not config_file.is_file():
+                raise ConfigError(f"the config file {config_file} does not exist")
+    try:
+        remaining = flags.FLAGS(argv)
+    except Exception as error:
+        if (message := _explain(error, config_file)) is None:
+            raise
+        raise ConfigError(message) from error
+    if len(remaining) > 1:
+        raise ConfigError(f"unexpected argument {remaining[1]!r}; options are written --name=value")
+    return list(remaining)
+
+
+def _explain(error: BaseException, config_file: Path | None) -> str | None:
+    """What to tell the user about an exception of flag parsing; None where it is no fault of theirs."""
+    if config_file is not None and (message := _config_file_error(error, config_file)) is not None:
+        return message
+    if isinstance(error, flags.IllegalFlagValueError):
+        if match := re.match(r"flag --config\.([^=]+)=(.*?): ", str(error), re.DOTALL):
+            kind = config_lib.describe_type(config_lib.check_key(match[1]))
+            return f"config.{match[1]} must be {kind}, is {match[2]!r}"
+        if match := re.match(r"flag --(\w+)=None: ", str(error)):
+            return f"--{match[1]} is missing; give --{match[1]}=..."
+    if isinstance(error, flags.UnrecognizedFlagError) and error.flagname.startswith("config."):
+        return f"--{error.flagname} needs a config to change; give --config=FILE too"
+    if isinstance(error, flags.Error):
+        return str(error)
+    # Every key was checked to exist; what is left is the name of an agent that this config does not have.
+    in_config_dict = traceback.extract_tb(error.__traceback__)[-1].filename.endswith("config_dict.py")
+    if isinstance(error, KeyError | AttributeError) and in_config_dict and (name := re.search(r"'(\w+)'", str(error))):
+        return f"config.agents.{name[1]} is not an agent of this config"
+    return None
+
+
+def _config_file_error(error: BaseException, config_file: Path) -> str | None:
+    """Where in the config file an exception, or what caused it, was raised; None if elsewhere."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, SyntaxError):
+            return f"{cause.filename}, line {cause.lineno}: {cause.msg}"
+        for frame in reversed(traceback.extract_tb(cause.__traceback__)):
+            if Path(frame.filename).resolve() == config_file.resolve():
+                return f"{config_file}, line {frame.lineno}: {type(cause).__name__}: {cause}"
+        cause = cause.__cause__ or cause.__context__
+    return None

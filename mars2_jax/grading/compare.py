@@ -1,0 +1,180 @@
+"""The trusted side of a test: from what a program's process left behind to a verdict. Runs in the service only.
+
+A program's output is data here and nothing else: it is parsed into exact builtins before it meets what was expected.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+from decimal import Decimal
+from typing import Any
+
+from mars2_jax.grading.values import NotCarried, decode, loads
+from mars2_jax.grading.verdict import TestResult, Verdict
+
+__all__ = ["MAX_TEXT", "TOLERANCE", "compile_failure", "judge", "same_output", "same_value", "tidy"]
+
+TOLERANCE = 1e-6
+"""Relative and absolute tolerance where a number is not an integer."""
+
+MAX_TEXT = 1000
+"""Characters kept of what a program printed, returned or raised."""
+
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?", re.ASCII)
+_INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
+_ERROR_LINES = 12
+_OUR_FRAMES = re.compile(r'  File "[^"]*/mars2_jax/grading/\w+\.py", line \d+, in [^\n]*\n(    [^\n]*\n)*')
+_LIBRARY = re.compile(r'File "[^"]*/lib/python[\d.]+/')
+
+
+def same_output(expected: str, actual: str) -> bool:
+    """Whether two outputs agree token by token (tokens are what white space separates).
+
+    Where the expected token is an integer, the other must be the same number ("3.0" is, "3.0000001" is not). Where it
+    is a number with a point or an exponent, a difference within `TOLERANCE` is accepted. Other tokens must be equal.
+    """
+    left, right = expected.split(), actual.split()
+    return len(left) == len(right) and all(map(_same_token, left, right))
+
+
+def _same_token(expected: str, actual: str) -> bool:
+    if expected == actual:
+        return True
+    if not (_NUMBER.fullmatch(expected) and _NUMBER.fullmatch(actual)):
+        return False
+    if _INTEGER.fullmatch(expected):
+        return Decimal(expected) == Decimal(actual)
+    left, right = float(expected), float(actual)
+    return math.isfinite(right) and math.isclose(left, right, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+
+
+def same_value(expected: Any, actual: Any) -> bool:
+    """Whether a returned value agrees with the expected one. Both are made of exact builtins.
+
+    As Python's `==`, except: lists and tuples of equal items agree; floats agree within `TOLERANCE` where the expected
+    number is a float and one of the two is not an integer; NaN agrees with NaN.
+    """
+    if isinstance(expected, list | tuple):
+        if not isinstance(actual, list | tuple) or len(expected) != len(actual):
+            return False
+        return all(map(same_value, expected, actual))
+    if isinstance(expected, dict):
+        if not isinstance(actual, dict) or len(expected) != len(actual):
+            return False
+        return all(key in actual and same_value(value, actual[key]) for key, value in expected.items())
+    if isinstance(expected, float) and isinstance(actual, int | float):
+        return expected == actual or _close(expected, actual)
+    return bool(expected == actual)
+
+
+def _close(expected: float, actual: float) -> bool:
+    try:
+        actual = float(actual)
+    except OverflowError:  # An integer beyond the range of floats.
+        return False
+    if math.isnan(expected) or math.isnan(actual):
+        return math.isnan(expected) and math.isnan(actual)
+    if expected.is_integer() and actual.is_integer():
+        return False
+    return math.isclose(expected, actual, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+
+
+def judge(test: dict[str, Any], report: dict[str, Any]) -> TestResult:
+    """The result of one test.
+
+    Args:
+      test: the test with what it expects, as `grader.py` sends it.
+      report: what the supervisor saw (see runner.py). Its texts are untrusted.
+    """
+    cpu = float(report["cpu"])
+    ended = {"cpu": Verdict.TIMEOUT, "wall": Verdict.TIMEOUT, "memory": Verdict.MEMORY, "output": Verdict.OUTPUT}
+    stopped = ended.get(report["end"])
+    if stopped is not None:
+        limit = {"cpu": "CPU time", "wall": "wall time", "memory": "memory", "output": "output size"}[report["end"]]
+        return TestResult(stopped, _clip(report["stdout"] or ""), f"stopped at the limit of {limit}", cpu)
+    if test["kind"] == "assert":
+        verdict, actual, error = _judge_assertions(report)
+    elif _failed(report):
+        verdict, actual, error = _failure(report), report["stdout"] or "", _error(report)
+    elif test["kind"] == "stdio":
+        verdict = Verdict.PASS if same_output(test["stdout"], report["stdout"]) else Verdict.WRONG
+        actual, error = report["stdout"], ""
+    else:
+        verdict, actual, error = _judge_call(test, report)
+    return TestResult(verdict, _clip(actual), error[-MAX_TEXT:], cpu)
+
+
+def compile_failure(report: dict[str, Any]) -> TestResult:
+    """The result of every test of a program that could not be compiled."""
+    return judge({"kind": "stdio", "stdout": ""}, {**report, "status": report["status"] or 256})
+
+
+def _judge_call(test: dict[str, Any], report: dict[str, Any]) -> tuple[Verdict, str, str]:
+    try:
+        reply = loads(report["value"].encode())
+        if not isinstance(reply, dict):
+            raise NotCarried("not a reply")
+        if "raise" in reply:
+            name, _, text = (str(part) for part in reply["raise"])
+            return (Verdict.MEMORY if name == "MemoryError" else Verdict.ERROR), "", tidy(text)
+        if "not_carried" in reply:
+            return Verdict.ERROR, "", f"the program returned {str(reply['not_carried'])[:200]}, which is no plain value"
+        value = decode(reply["value"])
+    except (NotCarried, KeyError, TypeError, ValueError, RecursionError):
+        return Verdict.ERROR, "", "the program ended before it returned a value"
+    same = same_value(decode(test["expected"]), value)
+    return (Verdict.PASS if same else Verdict.WRONG), _shown(value), ""
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)
+    except (ValueError, RecursionError):  # Python refuses to write integers of thousands of digits.
+        return f"({type(value).__name__} too long to show)"
+
+
+def _judge_assertions(report: dict[str, Any]) -> tuple[Verdict, str, str]:
+    try:
+        outcome = loads(report["outcome"].encode())
+        said, kind, error, actual = (str(outcome[key]) for key in ("outcome", "kind", "error", "actual"))
+    except (NotCarried, KeyError, TypeError):
+        return Verdict.ERROR, "", "the assertions did not come to an end: " + _error(report)
+    if said == "error" and kind == "end":
+        return _failure(report), "", _error(report)
+    verdict = {"pass": Verdict.PASS, "wrong": Verdict.WRONG, "infra": Verdict.INFRA}.get(said, Verdict.ERROR)
+    if said == "error" and kind == "MemoryError":
+        verdict = Verdict.MEMORY
+    return verdict, "" if actual == "None" and said == "error" else actual, "" if said == "pass" else tidy(error)
+
+
+def _failed(report: dict[str, Any]) -> bool:
+    return bool(report["status"] != 0)
+
+
+def _failure(report: dict[str, Any]) -> Verdict:
+    # Nobody but the kernel, out of memory, sends SIGKILL to a program whose test has not been stopped.
+    killed = os.WIFSIGNALED(report["status"]) and os.WTERMSIG(report["status"]) == signal.SIGKILL
+    last = report["stderr"].strip().rpartition("\n")[2]
+    return Verdict.MEMORY if killed or last.startswith("MemoryError") else Verdict.ERROR
+
+
+def _error(report: dict[str, Any]) -> str:
+    text = tidy(report["stderr"])
+    if os.WIFSIGNALED(report["status"]):
+        name = signal.Signals(os.WTERMSIG(report["status"])).name
+        return f"{text}\nkilled by {name}".strip()
+    code = os.waitstatus_to_exitcode(report["status"])
+    return text or (f"the program exited with status {code}" if code else "the program ended before it returned")
+
+
+def tidy(text: str) -> str:
+    """The last lines of a traceback, without the grader's frames and with the library's paths shortened."""
+    text = _LIBRARY.sub('File "', _OUR_FRAMES.sub("", text)).strip()
+    return "\n".join(text.splitlines()[-_ERROR_LINES:])[-MAX_TEXT:]
+
+
+def _clip(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 3] + "..."

@@ -1,0 +1,396 @@
+"""The worker's side inside the sandbox: a zygote that forks one supervisor a program, which forks one process a test.
+
+Standard library only. Run by `sandbox.command`. Frames (see values.py) come in on descriptor 0 and go out on 1::
+
+    service                                     supervisor
+    {"program", "entry_point", "limits"}   ->
+                                           <-   {"compiled": true} or {"compiled": false, ..report}
+    {"kind": "stdio", "stdin"}             ->
+                                           <-   report
+    {"kind": "call", "call"}               ->
+                                           <-   report
+    {"kind": "assert"}, {"setup", "code"}  ->   (the second frame is read by the assertion process)
+                                           <-   report
+    {"kind": "end"}                        ->
+
+A report is `{"end", "status", "cpu", "stdout", "stderr", "value", "outcome"}`: what stopped the test ("exit", "cpu",
+"wall", "memory", "output"), the wait status of the program, CPU seconds, and what came out of the pipes.
+
+The zygote never reads a frame, so no program finds another one's text in its memory. The supervisor reads inputs,
+never expected outputs or assertions. Under bubblewrap the supervisor is process 1 of a namespace of its own, so
+nothing that a program starts can outlive its test; it is root (of the sandbox) where the programs are nobody, or
+else hides its memory from them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import fcntl
+import os
+import resource
+import select
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from mars2_jax.grading import child, system
+from mars2_jax.grading.values import NotCarried, dumps, read_frame, write_frame
+
+__all__ = ["main"]
+
+_POLL_SECONDS = 0.05
+_STDERR_TAIL = 16 << 10
+_STDERR_CAP = 8 << 20
+_COMPILED_CAP = 64 << 20
+
+
+@dataclasses.dataclass
+class _Sink:
+    """The reading end of a pipe: keeps all bytes, or the last `tail`; more than `cap` in total ends the test."""
+
+    cap: int
+    tail: int | None = None
+    data: bytearray = dataclasses.field(default_factory=bytearray)
+    total: int = 0
+
+    def add(self, part: bytes) -> bool:
+        self.total += len(part)
+        self.data += part
+        if self.tail is not None and len(self.data) > 2 * self.tail:
+            del self.data[: -self.tail]
+        return self.total <= self.cap
+
+
+class _Pipes:
+    """The pipes between the supervisor and the processes of one test; all are closed at its end."""
+
+    def __init__(self) -> None:
+        self._ours: set[int] = set()
+        self._theirs: set[int] = set()
+        self.sinks: dict[int, _Sink] = {}
+        self.feeds: dict[int, memoryview] = {}
+        self.null = self._keep(os.open(os.devnull, os.O_RDWR))
+
+    def _keep(self, fd: int) -> int:
+        self._theirs.add(fd)
+        return fd
+
+    def output(self, sink: _Sink) -> int:
+        """A pipe that fills `sink`. Returns the end for the child."""
+        ours, theirs = os.pipe()
+        os.set_blocking(ours, False)
+        self._ours.add(ours)
+        self.sinks[ours] = sink
+        return self._keep(theirs)
+
+    def input(self, data: bytes) -> int:
+        """A pipe that is fed `data`. Returns the end for the child."""
+        theirs, ours = os.pipe()
+        os.set_blocking(ours, False)
+        self._ours.add(ours)
+        self.feeds[ours] = memoryview(data)
+        return self._keep(theirs)
+
+    def between(self) -> tuple[int, int]:
+        """A pipe from one child to another: (reading end, writing end)."""
+        reader, writer = os.pipe()
+        return self._keep(reader), self._keep(writer)
+
+    def close_theirs(self) -> None:
+        for fd in self._theirs:
+            os.close(fd)
+        self._theirs.clear()
+
+    def close_ours(self, fd: int) -> None:
+        os.close(fd)
+        self._ours.discard(fd)
+        self.feeds.pop(fd, None)
+
+    def close(self) -> None:
+        self.close_theirs()
+        for fd in list(self._ours):
+            self.close_ours(fd)
+
+
+class _Supervisor:
+    """Serves one program: compiles it, then runs it once a test until the service says that it is enough."""
+
+    def __init__(self, job: dict[str, Any], isolated: bool, uid: int | None) -> None:
+        self._isolated = isolated
+        # Programs and assertions run as two users where the supervisor may choose.
+        self._uid = uid
+        self._source: str = job["program"]
+        self._entry_point: str = job["entry_point"] or ""
+        limits = job["limits"]
+        self._cpu: float = limits["cpu_seconds"]
+        self._wall: float = limits["wall_seconds"]
+        self._memory_mb: int = limits["memory_mb"]
+        self._output_cap: int = limits["output_kb"] << 10
+        self._code = b""
+
+    def serve(self) -> None:
+        code = _Sink(_COMPILED_CAP)
+        report = self._run(lambda pipes: self._start_compiler(pipes, code))
+        if report["end"] != "exit" or report["status"] != 0:
+            write_frame(1, {"compiled": False, **report})
+            return
+        self._code = bytes(code.data)
+        write_frame(1, {"compiled": True})
+        kinds = {"stdio": self._start_script, "call": self._start_call, "assert": self._start_assertions}
+        while (test := read_frame(0)) is not None and test["kind"] != "end":
+            start = kinds[test["kind"]]
+            write_frame(1, self._run(lambda pipes, start=start, test=test: start(pipes, test)))  # type: ignore[misc]
+
+    def _start_compiler(self, pipes: _Pipes, code: _Sink) -> _Test:
+        stderr = _Sink(_STDERR_CAP, _STDERR_TAIL)
+        fds = [pipes.null, pipes.null, pipes.output(stderr), pipes.output(code)]
+        main = self._fork(fds, lambda: child.compile_program(self._source, 3))
+        return _Test(main, main, stderr=stderr)
+
+    def _start_script(self, pipes: _Pipes, test: dict[str, Any]) -> _Test:
+        stdout, stderr = _Sink(self._output_cap), _Sink(_STDERR_CAP, _STDERR_TAIL)
+        stdin = test.pop("stdin").encode("utf-8", "surrogateescape")
+        fds = [pipes.input(stdin), pipes.output(stdout), pipes.output(stderr)]
+        main = self._fork(fds, lambda: child.script(self._code, self._source))
+        return _Test(main, main, stdout=stdout, stderr=stderr)
+
+    def _start_call(self, pipes: _Pipes, test: dict[str, Any]) -> _Test:
+        stdout, stderr = _Sink(self._output_cap), _Sink(_STDERR_CAP, _STDERR_TAIL)
+        value = _Sink(self._output_cap + 4)
+        call = dumps(test["call"])
+        framed = len(call).to_bytes(4, "big") + call
+        fds = [pipes.null, pipes.output(stdout), pipes.output(stderr), pipes.input(framed), pipes.output(value)]
+        main = self._fork(fds, lambda: child.function(self._code, self._source, self._entry_point))
+        return _Test(main, main, stdout=stdout, stderr=stderr, value=value)
+
+    def _start_assertions(self, pipes: _Pipes, test: dict[str, Any]) -> _Test:
+        stdout, stderr = _Sink(self._output_cap), _Sink(_STDERR_CAP, _STDERR_TAIL)
+        outcome = _Sink(1 << 20)
+        calls, results = pipes.between(), pipes.between()
+        outcome_end = pipes.output(outcome)
+        (outcome_reader,) = (fd for fd, sink in pipes.sinks.items() if sink is outcome)
+        fds = [pipes.null, pipes.null, pipes.null, results[0], calls[1], outcome_end, 0]
+        judge = self._fork(fds, lambda: child.assertions(self._entry_point, self._output_cap), trusted=True)
+        select.select([outcome_reader], [], [])
+        os.read(outcome_reader, 1)  # It has read its code: from here on a fork of this process cannot.
+        fds = [pipes.null, pipes.output(stdout), pipes.output(stderr), calls[0], results[1]]
+        program = self._fork(fds, lambda: child.function(self._code, self._source, self._entry_point))
+        return _Test(program, judge, stdout=stdout, stderr=stderr, outcome=outcome)
+
+    def _fork(self, fds: list[int], body: Callable[[], int], *, trusted: bool = False) -> int:
+        # The assertion process is trusted; its limit only ends a test that never ends by itself.
+        limits = system.limits(self._wall if trusted else self._cpu, self._memory_mb, processes=self._isolated)
+        pid = os.fork()
+        if pid:
+            return pid
+        status = 1
+        try:
+            # No number of the new layout may be overwritten before it has been copied.
+            high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 64 + len(fds)) for fd in fds]
+            for number, fd in enumerate(high):
+                os.dup2(fd, number)
+            os.closerange(len(fds), 1 << 16)
+            os.setsid()
+            uid = self._uid
+            if uid is not None:
+                uid += trusted
+                if not trusted:
+                    for number in range(3):  # So that /dev/stdin can be opened.
+                        os.fchown(number, uid, uid)
+            for kind, pair in limits:
+                resource.setrlimit(kind, pair)
+            system.forget_privileges(uid, hidden=trusted)
+            os.chdir("/tmp")
+            status = body()
+        except BaseException:
+            os.write(2, traceback.format_exc()[-4000:].encode("utf-8", "backslashreplace"))
+        finally:
+            os._exit(status)
+
+    def _run(self, start: Callable[[_Pipes], _Test]) -> dict[str, Any]:
+        """Starts the processes of a test, sees them to their end, and leaves nothing of them behind."""
+        pipes = _Pipes()
+        test = None
+        try:
+            test = start(pipes)
+            pipes.close_theirs()
+            end, seen = self._watch(pipes, test)
+        finally:
+            reaped = system.kill_descendants()
+        for fd, sink in pipes.sinks.items():
+            if not _drain(fd, sink) and end == "exit":
+                end = "output"
+        pipes.close()
+        if self._isolated:
+            system.refresh_scratch()
+        cpu = sum(seconds for pid, (_, seconds) in reaped.items() if pid == test.program or pid != test.main)
+        cpu = max(cpu, seen)
+        if end == "exit" and cpu > self._cpu:
+            end = "cpu"
+        return {"end": end, "status": reaped[test.program][0], "cpu": cpu, **test.texts()}
+
+    def _watch(self, pipes: _Pipes, test: _Test) -> tuple[str, float]:
+        """Feeds and drains the pipes until the main process ends or a limit is passed.
+
+        Returns what ended the test, and the largest CPU time that was seen while it ran.
+        """
+        poller = select.poll()
+        exited = os.pidfd_open(test.main)
+        poller.register(exited, select.POLLIN)
+        poller.register(1, 0)  # Reports POLLERR once the service is gone.
+        for fd in pipes.sinks:
+            poller.register(fd, select.POLLIN)
+        for fd in pipes.feeds:
+            poller.register(fd, select.POLLOUT)
+        deadline = time.monotonic() + self._wall
+        look = time.monotonic() + _POLL_SECONDS
+        own: dict[int, float] = {}
+        seen, base = 0.0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        try:
+            while True:
+                for fd, event in poller.poll(max(0.0, look - time.monotonic()) * 1000):
+                    if fd == exited:
+                        return "exit", seen
+                    if fd == 1:
+                        system.kill_descendants()
+                        os._exit(0)
+                    if fd in pipes.feeds:
+                        if event & select.POLLERR or not _feed(fd, pipes.feeds):
+                            poller.unregister(fd)
+                            pipes.close_ours(fd)
+                    elif event & select.POLLIN:
+                        if not _drain(fd, pipes.sinks[fd]):
+                            return "output", seen
+                    else:
+                        poller.unregister(fd)
+                now = time.monotonic()
+                if now < look:
+                    continue
+                look = now + _POLL_SECONDS
+                running = system.usage()
+                if test.main != test.program:
+                    running.pop(test.main, None)
+                for pid, used in running.items():
+                    own[pid] = max(own.get(pid, 0.0), used.own)
+                # Children that were waited for show in their parent; those that were not, in what was seen of them.
+                seen = max(seen, sum(own.values()), sum(used.own + used.waited for used in running.values()))
+                if seen > self._cpu:
+                    return "cpu", seen
+                if sum(max(0, used.resident - base) for used in running.values()) > self._memory_mb << 20:
+                    return "memory", seen
+                if now > deadline:
+                    return "wall", seen
+        finally:
+            os.close(exited)
+
+
+@dataclasses.dataclass
+class _Test:
+    """The processes of a running test (`main` ends it) and where their output goes."""
+
+    program: int
+    main: int
+    stderr: _Sink
+    stdout: _Sink | None = None
+    value: _Sink | None = None
+    outcome: _Sink | None = None
+
+    def texts(self) -> dict[str, str | None]:
+        texts = {
+            "stdout": self.stdout and self.stdout.data,
+            "stderr": self.stderr.data[-_STDERR_TAIL:],
+            # Frames: the length in front is of no use, and not text.
+            "value": self.value and self.value.data[4:],
+            "outcome": self.outcome and self.outcome.data[4:],
+        }
+        return {name: None if data is None else data.decode("utf-8", "replace") for name, data in texts.items()}
+
+
+def _drain(fd: int, sink: _Sink) -> bool:
+    """Reads what is there. False once the cap is passed."""
+    while True:
+        try:
+            part = os.read(fd, 1 << 16)
+        except BlockingIOError:
+            return True
+        if not part:
+            return True
+        if not sink.add(part):
+            return False
+
+
+def _feed(fd: int, feeds: dict[int, memoryview]) -> bool:
+    """Writes what fits. False once all is written, or nobody is left to read it."""
+    try:
+        feeds[fd] = feeds[fd][os.write(fd, feeds[fd][: 1 << 16]) :]
+    except BlockingIOError:
+        return True
+    except BrokenPipeError:
+        return False
+    return bool(feeds[fd])
+
+
+def _supervise(isolated: bool, uid: int | None) -> None:
+    system.hide_memory()
+    limits = _own_limits()
+    try:
+        if isolated:
+            system.fresh_mounts()
+        else:
+            system.adopt_orphans()
+        job = read_frame(0)
+        if job is not None:
+            _Supervisor(job, isolated, uid).serve()
+    except BrokenPipeError:
+        system.kill_descendants()
+    except Exception as error:
+        system.kill_descendants()
+        # A program that runs as the same user may lower this process's limits. That is its fault, not the grader's.
+        tampered = _own_limits() != limits
+        write_frame(1, {"fault": f"{type(error).__name__}: {error}", "tampered": tampered})
+        os._exit(1)
+
+
+def _own_limits() -> list[tuple[int, int]]:
+    return [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")]
+
+
+def _stub(isolated: bool, uid: int | None) -> int:
+    """Forks the supervisor into new namespaces and waits for it. Returns its exit status, or 128 plus a signal."""
+    if isolated:
+        system.new_namespaces()
+    pid = os.fork()
+    if pid == 0:
+        _supervise(isolated, uid)
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def main(isolation: str, uid: int) -> None:
+    """The zygote: forks a supervisor for each program that arrives, until its input ends."""
+    isolated = isolation == "bubblewrap"
+    if not isolated:
+        system.die_with_parent()
+    child.preload()
+    own_uid = uid if isolated and os.geteuid() == 0 else None
+    poller = select.poll()
+    poller.register(0, select.POLLIN)
+    while any(event & select.POLLIN for _, event in poller.poll()):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                code = _stub(isolated, own_uid)
+            except Exception as error:
+                write_frame(1, {"fault": f"{type(error).__name__}: {error}", "tampered": False})
+            finally:
+                os._exit(code & 0xFF)
+        _, status = os.waitpid(pid, 0)
+        if status != 0:
+            code = os.waitstatus_to_exitcode(status)
+            write_frame(1, {"died": code})
+            sys.exit(1)

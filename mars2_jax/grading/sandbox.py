@@ -1,0 +1,133 @@
+"""The command line that a worker runs under, and the check that it holds what it promises."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+from mars2_jax.errors import SandboxError
+
+__all__ = ["ENVIRONMENT", "PROBE", "PROBE_OUTPUT", "command", "probe_input"]
+
+# Set iteration order must not differ from one worker to the next, so hashing is not randomised.
+ENVIRONMENT = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8"}
+
+_REMEDY = "or set --config.grading.isolation=none to run model-written programs unprotected"
+_PACKAGE = Path(__file__).resolve().parent.parent
+_MODULES = ("__init__.py", "grading/__init__.py", *(f"grading/{m}.py" for m in ("runner", "child", "system", "values")))
+_INSIDE = "/grader"
+
+
+def command(isolation: str, uid: int) -> list[str]:
+    """The worker's command.
+
+    The interpreter is the one underneath `sys.executable` (not its virtual environment), with its standard library
+    only. Of the host's files a program can read those and the system's shared libraries; folders of installed
+    packages are covered, since packages may hold solutions.
+
+    Args:
+      isolation: "bubblewrap" or "none".
+      uid: under bubblewrap as root, programs run as this user and assertions as the next one. Nothing else on the
+        host should run as these.
+
+    Raises:
+      SandboxError: bubblewrap is wanted and not installed.
+    """
+    root = str(_PACKAGE.parent) if isolation == "none" else _INSIDE
+    start = (
+        f"import sys; sys.path.insert(0, {root!r}); from mars2_jax.grading.runner import main; "
+        f"del sys.path[0]; main({isolation!r}, {uid})"
+    )
+    interpreter = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+    # As -I, but the hash seed is taken from the environment, which holds nothing else.
+    python = [interpreter, "-s", "-S", "-P", "-B", "-c", start]
+    if isolation == "none":
+        return python
+    bwrap = shutil.which("bwrap")
+    if bwrap is None:
+        raise SandboxError(f"bubblewrap is not installed: `apt-get install bubblewrap`, {_REMEDY}")
+    arguments = [bwrap, "--die-with-parent", "--new-session", "--unshare-pid", "--unshare-net", "--unshare-ipc"]
+    arguments += ["--unshare-uts", "--unshare-cgroup-try", "--hostname", "sandbox"]
+    if os.geteuid() != 0:
+        # Root of a user namespace, which is what it takes to give every program namespaces of its own.
+        arguments += ["--unshare-user", "--cap-add", "ALL"]
+    binds: dict[str, str] = {}  # inside -> outside
+    for path in ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache"):
+        # Debian keeps shared libraries in a folder of their own, so that the rest of /usr/lib need not be shown.
+        narrow = os.path.join(path, sysconfig.get_config_var("MULTIARCH") or "-")
+        if os.path.islink(path):
+            arguments += ["--symlink", os.readlink(path), path]
+        elif os.path.exists(path):
+            path = narrow if os.path.isdir(narrow) else path
+            binds[path] = path
+    libraries = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
+    if sys.base_prefix != "/usr":  # libpython, and whatever else an interpreter in a folder of its own comes with
+        libraries.insert(0, str(Path(sys.base_prefix, "lib")))
+    binds |= {path: path for path in [*libraries, interpreter]}
+    binds |= {f"{_INSIDE}/mars2_jax/{module}": str(_PACKAGE / module) for module in _MODULES}
+    # bubblewrap would create the folders above these for their owner alone.
+    for folder in sorted({str(parent) for path in binds for parent in Path(path).parents} - {"/"}):
+        arguments += ["--perms", "0755", "--dir", folder]
+    for inside, outside in binds.items():
+        arguments += ["--ro-bind", outside, inside]
+    for path in _package_folders(list(binds)):
+        arguments += ["--tmpfs", path]
+    arguments += ["--proc", "/proc", "--dev", "/dev", "--dir", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"]
+    arguments += ["--chdir", "/tmp", "--clearenv"]
+    for name, value in ENVIRONMENT.items():
+        arguments += ["--setenv", name, value]
+    return [*arguments, "--", *python]
+
+
+def _package_folders(bound: list[str]) -> list[str]:
+    """Where pip and the system's package manager install Python packages, inside the folders that are bound."""
+    found = {
+        str(folder)
+        for library in bound
+        for pattern in ("site-packages", "dist-packages", "python3*/site-packages", "python3*/dist-packages")
+        for folder in Path(library).glob(pattern)
+        if folder.is_dir() and not folder.is_symlink()
+    }
+    return sorted(found)
+
+
+PROBE = """
+import os, socket
+secret, port = input(), int(input())
+try:
+    open(secret).close()
+    print("the host's file", secret, "can be read")
+except OSError:
+    pass
+try:
+    socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    print("the host's network can be reached")
+except OSError:
+    pass
+others = {int(name) for name in os.listdir("/proc") if name.isdigit()} - {1, os.getpid()}
+if others or os.getppid() != 1:
+    print("other processes can be seen")
+for folder in ("/", "/dev", "/usr/lib"):
+    if os.access(folder, os.W_OK):
+        print(folder, "can be written to")
+if os.getuid() == 0:
+    print("programs run as root")
+with open("/proc/self/status") as file:
+    fields = dict(line.split(":", 1) for line in file)
+if int(fields["CapPrm"], 16) or int(fields["CapEff"], 16) or fields["NoNewPrivs"].strip() != "1":
+    print("programs have privileges")
+if sorted(os.environ) not in (["LANG", "PYTHONHASHSEED"], ["LANG", "PWD", "PYTHONHASHSEED"]):
+    print("the host's environment is visible")
+print("end of probe")
+"""
+"""A program that tries to leave the sandbox in the plainest ways and prints what succeeded."""
+
+PROBE_OUTPUT = "end of probe"
+
+
+def probe_input(port: int) -> str:
+    """What the probe reads: a file that only the host has, and a port that something on the host listens to."""
+    return f"{_PACKAGE / 'grading' / 'service.py'}\n{port}\n"

@@ -1,0 +1,151 @@
+"""One sandbox and the conversation with it. Runs in the service, one thread a worker."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import subprocess
+import time
+from typing import Any
+
+from mars2_jax.errors import SandboxError
+from mars2_jax.grading import compare, sandbox
+from mars2_jax.grading.values import NotCarried, read_frame, write_frame
+from mars2_jax.grading.verdict import TestResult, Verdict
+
+__all__ = ["Worker", "WorkerDied"]
+
+# Beyond a test's own wall limit, which the supervisor keeps: a sandbox that is silent for longer is dead.
+_GRACE_SECONDS = 30.0
+_START_SECONDS = 30.0
+
+
+class WorkerDied(Exception):
+    """The sandbox is gone. `by_program`: its zygote lived on, so that only the program can have done it."""
+
+    def __init__(self, reason: str, *, by_program: bool = False) -> None:
+        super().__init__(reason)
+        self.by_program = by_program
+
+
+class Worker:
+    """A sandbox that grades one program at a time. Not for several threads.
+
+    Raises:
+      SandboxError: from the constructor, where the sandbox cannot be started.
+    """
+
+    def __init__(self, isolation: str, uid: int) -> None:
+        command = sandbox.command(isolation, uid)
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=sandbox.ENVIRONMENT,
+            bufsize=0,
+            start_new_session=True,
+        )
+        assert self._process.stdin and self._process.stdout
+        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
+
+    def close(self) -> None:
+        """Ends the sandbox and all that runs in it."""
+        for stream in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):
+                stream.close()  # type: ignore[union-attr]
+        self._process.kill()
+        self._process.wait()
+        self._process.stderr.close()  # type: ignore[union-attr]
+
+    def grade(self, job: dict[str, Any]) -> list[TestResult | None]:
+        """Runs the tests in order; None for those after the first failure where `job["stop"]` is set.
+
+        Raises:
+          WorkerDied: the worker must be closed.
+        """
+        limits = job["limits"]
+        patience = limits["wall_seconds"] + _GRACE_SECONDS
+        tests: list[dict[str, Any]] = job["tests"]
+        results: list[TestResult | None] = [None] * len(tests)
+        self._send({"program": job["program"], "entry_point": job["entry_point"], "limits": limits})
+        compiled = self._receive(patience)
+        if not compiled["compiled"]:
+            failure = compare.compile_failure(compiled)
+            return [failure if i == 0 or not job["stop"] else None for i in range(len(tests))]
+        for i, test in enumerate(tests):
+            self._send_test(test)
+            result = results[i] = compare.judge(test, self._receive(patience))
+            if job["stop"] and result.verdict is not Verdict.PASS:
+                break
+        self._send({"kind": "end"})
+        return results
+
+    def _send_test(self, test: dict[str, Any]) -> None:
+        """Sends what a program may know of a test; what it must not know goes to the assertion process alone."""
+        if test["kind"] == "stdio":
+            self._send({"kind": "stdio", "stdin": test["stdin"]})
+        elif test["kind"] == "call":
+            self._send({"kind": "call", "call": test["call"]})
+        else:
+            self._send({"kind": "assert"})
+            self._send({"setup": test["setup"], "code": test["code"]})
+
+    def _send(self, frame: dict[str, Any]) -> None:
+        try:
+            write_frame(self._in, frame)
+        except OSError as error:
+            raise WorkerDied(self._last_words()) from error
+
+    def _receive(self, timeout: float) -> dict[str, Any]:
+        poller = select.poll()
+        poller.register(self._out, select.POLLIN)
+        deadline = time.monotonic() + timeout
+        while not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            if time.monotonic() >= deadline:
+                raise WorkerDied("the sandbox does not answer")
+        try:
+            frame = read_frame(self._out)
+        except (OSError, NotCarried) as error:
+            raise WorkerDied(f"the sandbox's answer is unreadable: {error}") from error
+        if frame is None:
+            raise WorkerDied(self._last_words())
+        if "fault" in frame:
+            raise WorkerDied(frame["fault"], by_program=frame["tampered"])
+        if "died" in frame:
+            raise WorkerDied(f"the supervisor ended with status {frame['died']}", by_program=True)
+        return frame  # type: ignore[no-any-return]
+
+    def _last_words(self) -> str:
+        """What the sandbox wrote to its standard error before it went."""
+        self._process.kill()
+        assert self._process.stderr
+        os.set_blocking(self._process.stderr.fileno(), False)
+        try:
+            said = os.read(self._process.stderr.fileno(), 1 << 16).decode("utf-8", "replace").strip()
+        except BlockingIOError:
+            said = ""
+        return said.rpartition("\n")[2] or "the sandbox ended without a word"
+
+    def probe(self) -> None:
+        """Has a program try to leave the sandbox.
+
+        Raises:
+          SandboxError: it succeeded, or the sandbox cannot run programs.
+        """
+        limits = {"cpu_seconds": 5.0, "wall_seconds": _START_SECONDS, "memory_mb": 256, "output_kb": 16}
+        remedy = "install bubblewrap and allow user namespaces, or set --config.grading.isolation=none"
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            test = {"kind": "stdio", "stdin": sandbox.probe_input(server.getsockname()[1]), "stdout": ""}
+            test["stdout"] = sandbox.PROBE_OUTPUT
+            job = {"program": sandbox.PROBE, "entry_point": None, "limits": limits, "tests": [test], "stop": False}
+            try:
+                (result,) = self.grade(job)
+            except WorkerDied as died:
+                raise SandboxError(f"the sandbox cannot start ({died}): {remedy}") from died
+        assert result is not None
+        if result.verdict is not Verdict.PASS:
+            found = "; ".join((result.actual or result.error).splitlines())
+            raise SandboxError(f"the sandbox does not hold ({found}): {remedy}")

@@ -1,0 +1,248 @@
+"""An engine: a fixed number of slots that decode together, each at its own place in its own request."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mars2_jax.errors import PromptTooLong
+from mars2_jax.models import cache as kv
+from mars2_jax.models.decoder import Decoder
+from mars2_jax.rollout import programs
+from mars2_jax.rollout.sampling import SamplerRows
+from mars2_jax.rollout.types import Completion, Finish, Request
+
+__all__ = ["Engine", "length_bucket"]
+
+
+def length_bucket(length: int, smallest: int = 64) -> int:
+    """The smallest of 64, 96, 128, 192, 256, 384, ... that holds `length`: at most a third is padding."""
+    size = smallest
+    while size < length:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
+    return size
+
+
+@dataclasses.dataclass
+class _Running:
+    """A request in a slot, and the tokens it has so far."""
+
+    request: Request
+    order: int
+    tokens: list[np.ndarray] = dataclasses.field(default_factory=list)
+    logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)
+    scores: list[np.ndarray] = dataclasses.field(default_factory=list)
+
+    def completion(self, finish: Finish) -> Completion:
+        join = lambda parts, dtype: np.concatenate([*parts, np.zeros(0, dtype)]).astype(dtype)  # noqa: E731
+        return Completion(
+            id=self.request.id,
+            prompt=self.request.prompt,
+            tokens=join(self.tokens, np.int32),
+            logprobs=join(self.logprobs, np.float32),
+            scores=join(self.scores, np.float32),
+            finish=finish,
+        )
+
+
+class Engine:
+    """Continuous batching over slots with a static key-value cache.
+
+    A request waits until a slot is free, its prompt is prefilled (or copied, if the engine has just seen it), and it
+    decodes with whatever else is in the engine, `chunk` tokens a call. What a request gets depends on its own key
+    alone, not on its slot or its neighbours.
+
+    Args:
+      decoder: the model; its parameters may be sharded.
+      slots: sequences that decode together.
+      chunk: tokens a slot decodes in one call.
+      capacity: longest sequence (prompt and response) in tokens.
+      stop_ids: tokens that end a response.
+      prompt_memory: prefilled prompts kept for reuse.
+    """
+
+    _PREFILL_ROWS = 4
+    """Most prompts in one prefill call; a call holds this many or one."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        slots: int,
+        chunk: int,
+        capacity: int,
+        stop_ids: Sequence[int],
+        prompt_memory: int = 32,
+    ):
+        self._graphdef, self._params = nnx.split(decoder)
+        self._config, self._dtype = decoder.config, decoder.dtype
+        self._chunk, self.capacity = chunk, capacity
+        self._stop_ids = jnp.asarray([*stop_ids] or [-1], jnp.int32)
+        self._memory_size = prompt_memory
+        self._memory: collections.OrderedDict[bytes, tuple[kv.KeyValues, int]] = collections.OrderedDict()
+        self._queue: collections.deque[tuple[int, Request]] = collections.deque()
+        self._running: list[_Running | None] = [None] * slots
+        self._submitted = 0
+        self.prefilled_tokens = 0
+        self.decoded_tokens = 0
+        self._cache_length = 0
+        self._cache: Any = None
+        self._slots = _empty_slots(slots)
+
+    def set_params(self, params: nnx.State) -> None:
+        """Decodes with other weights of the same model from now on.
+
+        Raises:
+          RuntimeError: requests are open; their tokens would come from two models.
+        """
+        if self.pending:
+            raise RuntimeError(f"cannot change the weights while {self.pending} requests are open")
+        self._params = params
+        self._memory.clear()
+
+    @property
+    def params(self) -> nnx.State:
+        """The weights that it decodes with."""
+        return self._params
+
+    @property
+    def pending(self) -> int:
+        """Requests submitted and not returned."""
+        return len(self._queue) + sum(r is not None for r in self._running)
+
+    def submit(self, request: Request) -> None:
+        """Queues a request.
+
+        Raises:
+          PromptTooLong: the prompt and the budget together pass the engine's capacity.
+          ValueError: an empty prompt, or a token that the vocabulary does not have.
+        """
+        length, budget = len(request.prompt), request.sampling.max_new_tokens
+        if length == 0:
+            raise ValueError(f"request {request.id}: the prompt is empty")
+        if length + budget > self.capacity:
+            raise PromptTooLong(
+                f"a prompt of {length} tokens with a budget of {budget} passes the cache of {self.capacity} tokens: "
+                "raise config.rollout.max_prompt_tokens or shorten the prompt"
+            )
+        if not (0 <= request.prompt.min() and request.prompt.max() < self._config.vocab_size):
+            raise ValueError(f"request {request.id}: token ids must lie in [0, {self._config.vocab_size})")
+        self._queue.append((self._submitted, request))
+        self._submitted += 1
+
+    def step(self) -> list[Completion]:
+        """Fills free slots from the queue, decodes one chunk, and returns what finished, in order of submission."""
+        self._admit()
+        if not any(self._running):
+            return []
+        self._cache, self._slots, out = programs.decode(
+            self._graphdef, self._params, self._cache, self._slots, self._stop_ids, self._chunk
+        )
+        out, active = jax.device_get((out, self._slots.active))
+        done = []
+        for slot, running in enumerate(self._running):
+            if running is None:
+                continue
+            count = int(out.count[slot])
+            self.decoded_tokens += count
+            running.tokens.append(out.token[slot, :count])
+            running.logprobs.append(out.logprob[slot, :count])
+            running.scores.append(out.score[slot, :count])
+            if not active[slot]:
+                done.append((running.order, running.completion("stop" if out.stopped[slot] else "length")))
+                self._running[slot] = None
+        return [completion for _, completion in sorted(done, key=lambda d: d[0])]
+
+    def _admit(self) -> None:
+        free = [s for s, r in enumerate(self._running) if r is None]
+        admitted: list[tuple[int, Request]] = []
+        while free and self._queue:
+            order, request = self._queue.popleft()
+            slot = free.pop(0)
+            self._running[slot] = _Running(request, order)
+            admitted.append((slot, request))
+        if not admitted:
+            return
+        self._reserve(max(len(r.prompt) + r.sampling.max_new_tokens for _, r in admitted))
+        self._prefill([r for _, r in admitted])
+        self._place(admitted)
+
+    def _reserve(self, length: int) -> None:
+        """Makes the cache long enough. It never shrinks while in use: a shorter one would be one more program."""
+        length = length_bucket(length)
+        if self._cache is None:
+            self._cache = kv.empty(self._config, len(self._running), length, self._dtype)
+        elif length > self._cache_length:
+            self._cache = programs.grow(self._cache, length)
+        else:
+            return
+        self._cache_length = length
+
+    def _prefill(self, requests: Sequence[Request]) -> None:
+        """Computes keys and values of the prompts that are not in memory, shortest first, each distinct one once."""
+        todo: dict[bytes, np.ndarray] = {}
+        for request in requests:
+            key = request.prompt.astype(np.int32).tobytes()
+            if key in self._memory:
+                self._memory.move_to_end(key)
+            elif len(request.prompt) > 1:
+                todo[key] = request.prompt
+        ordered = sorted(todo.items(), key=lambda kp: len(kp[1]))
+        while ordered:
+            rows = self._PREFILL_ROWS if len(ordered) >= self._PREFILL_ROWS else 1
+            batch, ordered = ordered[:rows], ordered[rows:]
+            tokens = np.zeros((rows, length_bucket(max(len(p) - 1 for _, p in batch))), np.int32)
+            for row, (_, prompt) in enumerate(batch):
+                tokens[row, : len(prompt) - 1] = prompt[:-1]
+                self.prefilled_tokens += len(prompt) - 1
+            entries = programs.prefill(self._graphdef, self._params, jnp.asarray(tokens))
+            for row, (key, _) in enumerate(batch):
+                self._memory[key] = (entries, row)
+
+    def _place(self, admitted: Sequence[tuple[int, Request]]) -> None:
+        """Copies each prompt's entries into its slot and sets the slot's state."""
+        slots = jax.tree.map(np.array, jax.device_get(self._slots))
+        for slot, request in admitted:
+            if len(request.prompt) > 1:
+                entries, row = self._memory[request.prompt.astype(np.int32).tobytes()]
+                self._reserve(entries[0][0].shape[2])
+                self._cache = programs.insert(self._cache, entries, np.full(1, row), np.full(1, slot))
+            sampling = request.sampling
+            slots.token[slot] = request.prompt[-1]
+            slots.length[slot] = len(request.prompt) - 1
+            slots.made[slot] = 0
+            slots.budget[slot] = sampling.max_new_tokens
+            slots.active[slot] = True
+            slots.key[slot] = request.key
+            slots.sampler.temperature[slot] = sampling.temperature
+            slots.sampler.top_k[slot] = sampling.top_k
+            slots.sampler.top_p[slot] = sampling.top_p
+            slots.sampler.min_p[slot] = sampling.min_p
+        self._slots = jax.tree.map(jnp.asarray, slots)
+        while len(self._memory) > self._memory_size:
+            self._memory.popitem(last=False)
+
+
+def _empty_slots(count: int) -> programs.Slots:
+    zeros = lambda dtype: jnp.zeros((count,), dtype)  # noqa: E731
+    return programs.Slots(
+        token=zeros(jnp.int32),
+        length=zeros(jnp.int32),
+        made=zeros(jnp.int32),
+        budget=zeros(jnp.int32),
+        active=zeros(bool),
+        key=jnp.zeros((count, 2), jnp.uint32),
+        sampler=SamplerRows(
+            temperature=jnp.ones((count,), jnp.float32),
+            top_k=zeros(jnp.int32),
+            top_p=jnp.ones((count,), jnp.float32),
+            min_p=zeros(jnp.float32),
+        ),
+    )

@@ -1,0 +1,140 @@
+"""The compiled programs of an engine: prefill, insert, decode, grow. Shared by all engines of one architecture."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from mars2_jax.models import cache as kv
+from mars2_jax.models.attention import attention, causal_mask
+from mars2_jax.rollout.sampling import SamplerRows, sample
+
+__all__ = ["Emitted", "Slots", "compilations", "decode", "grow", "insert", "prefill"]
+
+
+class Slots(NamedTuple):
+    """What an engine holds for each slot, the cache apart.
+
+    Attributes:
+      token: last token of the sequence; its key and value are not in the cache yet.
+      length: entries in the cache.
+      made: tokens of the response so far.
+      budget: tokens the response may have.
+      active: whether the slot decodes.
+      key: PRNG key data of the request.
+      sampler: how its tokens are drawn.
+    """
+
+    token: Int[Array, " slots"]
+    length: Int[Array, " slots"]
+    made: Int[Array, " slots"]
+    budget: Int[Array, " slots"]
+    active: Bool[Array, " slots"]
+    key: UInt32[Array, "slots 2"]
+    sampler: SamplerRows
+
+
+class Emitted(NamedTuple):
+    """Tokens of one decode call. Column j of a slot is valid while j < count."""
+
+    token: Int[Array, "slots chunk"]
+    logprob: Float[Array, "slots chunk"]
+    score: Float[Array, "slots chunk"]
+    count: Int[Array, " slots"]
+    stopped: Bool[Array, " slots"]
+
+
+@functools.partial(jax.jit, static_argnames="graphdef")
+def prefill(graphdef: Any, params: nnx.State, tokens: Int[Array, "prompts length"]) -> kv.KeyValues:
+    """Keys and values of whole prompts, padded at the end. No logits: the last prompt token is the decoder's."""
+    decoder = nnx.merge(graphdef, params)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    mask = causal_mask(positions)
+
+    def attend(_, query, key, value):
+        kept = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
+        return attention(query, key, value, mask), kept
+
+    _, kept = decoder.run(tokens, positions, attend)
+    return tuple(kept)
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def insert(cache: kv.KeyValues, prompt: kv.KeyValues, row: Int[Array, " copies"], slot: Int[Array, " copies"]):
+    """See `models.cache.insert`."""
+    return kv.insert(cache, prompt, row, slot)
+
+
+@functools.partial(jax.jit, static_argnames="length")
+def grow(cache: kv.KeyValues, length: int):
+    """See `models.cache.grow`."""
+    return kv.grow(cache, length)
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "chunk"), donate_argnames=("cache", "slots"))
+def decode(
+    graphdef: Any,
+    params: nnx.State,
+    cache: kv.KeyValues,
+    slots: Slots,
+    stop_ids: Int[Array, " stops"],
+    chunk: int,
+) -> tuple[kv.KeyValues, Slots, Emitted]:
+    """Up to `chunk` tokens for every active slot; ends early when no slot is active.
+
+    `stop_ids` is padded with -1. A slot stops at a stop token (which is emitted) or at its budget.
+    """
+    decoder = nnx.merge(graphdef, params)
+    count, past_length = slots.token.shape[0], cache[0][0].shape[2]
+    past_mask = (jnp.arange(past_length) < slots.length[:, None])[:, None, None]
+    blank = Emitted(
+        token=jnp.zeros((count, chunk), jnp.int32),
+        logprob=jnp.zeros((count, chunk), jnp.float32),
+        score=jnp.zeros((count, chunk), jnp.float32),
+        count=jnp.zeros((count,), jnp.int32),
+        stopped=jnp.zeros((count,), bool),
+    )
+    recent = kv.empty(decoder.config, count, chunk, cache[0][0].dtype)
+
+    def step(carry):
+        j, recent, token, active, out = carry
+        recent_mask = (jnp.arange(chunk) <= j)[None, None, None]
+
+        def attend(layer, query, key, value):
+            new = tuple(
+                jax.lax.dynamic_update_slice(old, fresh.transpose(0, 2, 1, 3), (0, 0, j, 0))
+                for old, fresh in zip(recent[layer], (key, value), strict=True)
+            )
+            return kv.cached_attention(query, cache[layer], new, past_mask, recent_mask), new
+
+        hidden, layers = decoder.run(token[:, None], (slots.length + j)[:, None], attend)
+        made = slots.made + j
+        drawn, logprob, score = sample(decoder.logits(hidden[:, 0]), slots.key, made, slots.sampler)
+        stop = (drawn[:, None] == stop_ids).any(-1)
+        write = lambda old, new: jax.lax.dynamic_update_slice(old, new[:, None], (0, j))  # noqa: E731
+        out = Emitted(
+            token=write(out.token, drawn),
+            logprob=write(out.logprob, logprob),
+            score=write(out.score, score),
+            count=out.count + active,
+            stopped=out.stopped | (active & stop),
+        )
+        active = active & ~stop & (made + 1 < slots.budget)
+        return j + 1, tuple(layers), drawn, active, out
+
+    start = (jnp.int32(0), recent, slots.token, slots.active, blank)
+    steps, recent, token, active, out = jax.lax.while_loop(lambda c: (c[0] < chunk) & c[3].any(), step, start)
+    # Only slots that are still active matter from here on, and those were active in every step.
+    cache = kv.merge(cache, recent, slots.length)
+    slots = slots._replace(token=token, length=slots.length + steps, made=slots.made + steps, active=active)
+    return cache, slots, out
+
+
+def compilations() -> int:
+    """Programs compiled so far in this process, of all engines together."""
+    return sum(f._cache_size() for f in (prefill, insert, grow, decode))

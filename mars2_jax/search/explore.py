@@ -1,0 +1,297 @@
+"""Tree-asynchronous expansion: many trees searched at once, none waiting for another.
+
+Every tree is a chain: select, write, grade, select again. The trees of a batch run past each other, so that while one
+waits for its verdict the engines decode for the rest. There is no barrier. (Where selection does not look at rewards,
+strategy "grpo", nothing makes a chain of a tree: all its nodes are asked for at once.)
+
+Results do not depend on how fast anything is. The order in which requests enter the engines decides what shares a
+batch, and through floating-point rounding what is sampled; so that order must not follow from the wall clock. Here time
+is counted in ticks, one step of every writer each. A program that comes out of a writer goes to the grader at once, and
+its verdict is used exactly `verdict_lag` ticks later: where the grader is slower the search waits for it, where it is
+faster the verdict waits. Real time only changes how long that takes. When the writers have run dry there is nothing to
+overlap with, and the oldest verdicts are used right away; that, too, follows from ticks alone.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
+from ml_collections import ConfigDict
+
+from mars2_jax.grading.verdict import Grade
+from mars2_jax.grading.verdict import reward as reward_of
+from mars2_jax.search.forest import Expansion, Forest, empty, observe, reserve, void
+from mars2_jax.search.select import select
+from mars2_jax.search.writer import Attempt, Draft, Writer
+from mars2_jax.tasks.problem import Problem
+
+__all__ = ["Exploration", "Grader", "Seconds", "explore"]
+
+# The two uses of a search's key. Selection and writing must not share random numbers.
+_SELECT, _WRITE = 0, 1
+
+
+class Grader(Protocol):
+    """What a search asks of a grader: a ticket now, a grade later. Grading goes on between the calls."""
+
+    def submit(
+        self, program: str, problem: Problem, *, stop_at_first_failure: bool = False, tests: str = "all"
+    ) -> int: ...
+
+    def wait(self, ticket: int) -> Grade: ...
+
+
+@dataclasses.dataclass
+class Seconds:
+    """Where the wall time of a search went, in seconds. The three do not overlap.
+
+    Attributes:
+      decoding: inside the writers' `step`.
+      grading: waiting for a verdict that was due and not there: the grader's share that decoding did not hide.
+      selecting: selection and backup, their dispatch and transfer included.
+    """
+
+    decoding: float = 0.0
+    grading: float = 0.0
+    selecting: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Exploration:
+    """A finished search.
+
+    Attributes:
+      forest: the trees; every slot is GRADED or VOID.
+      attempts: of each tree, slot -> what was written there and its grade. VOID nodes are in it, too.
+      problems: the trees' problems.
+      tree_ids: the trees' names in the key.
+      seconds: where the time went.
+    """
+
+    forest: Forest
+    attempts: list[dict[int, Attempt]]
+    problems: Sequence[Problem]
+    tree_ids: np.ndarray
+    seconds: Seconds
+
+
+def explore(
+    problems: Sequence[Problem],
+    writers: Sequence[Writer],
+    grader: Grader,
+    config: ConfigDict,
+    *,
+    key: PRNGKeyArray,
+    tree_ids: Sequence[int] | None = None,
+    reward: str = "all",
+    reward_tests: str = "all",
+    progress: Callable[[int, int], None] | None = None,
+) -> Exploration:
+    """Searches one tree of `config.nodes` nodes for each problem.
+
+    A node on which the grader failed (INFRA) is VOID: it keeps its slot, so that such a tree ends with fewer graded
+    nodes than `config.nodes`, and a grader that always fails cannot keep a search alive.
+
+    An exception of a writer or of the grader ends the search and is passed on. Tickets may then be open, and neither
+    the writers nor the grader should be used for another search.
+
+    Args:
+      problems: one tree each; the same problem may come several times.
+      writers: the agents, with nothing pending. The index is the agent's number in the forest.
+      grader: grades the programs; any exception it raises is passed on.
+      config: the section `search` of the configuration: strategy, order, posterior, nodes, verdict_lag.
+      key: a typed threefry key. Tree t with n slots in use selects with fold_in(fold_in(fold_in(key, 0), t), n), and
+        its slot s is written with fold_in(fold_in(fold_in(key, 1), t), s), where t is its tree id.
+      tree_ids: the trees' names in the key, distinct, below 2^31; None is 0, 1, 2, ...
+      reward: what a grade earns, "all" or "fraction" (see `mars2_jax.grading.verdict.reward`).
+      reward_tests: the tests that pay, "all" or "public". All tests are run in either case.
+      progress: called with (nodes finished, nodes wanted) whenever verdicts were used.
+
+    Returns:
+      The full trees.
+
+    Raises:
+      ValueError: for no problems or writers, tree ids that are not distinct, or a key of another kind.
+    """
+    search = _Search(problems, writers, grader, config, key, tree_ids, (reward, reward_tests))
+    wanted = len(problems) * config.nodes
+    while search.finished < wanted:
+        search.expand()
+        search.decode()
+        used = search.use_verdicts()
+        if used and progress is not None:
+            progress(search.finished, wanted)
+    return search.result()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Awaited:
+    """A draft that is with the grader. Its verdict is used at tick `due`."""
+
+    due: int
+    tree: int
+    slot: int
+    parent: int
+    agent: int
+    draft: Draft
+    ticket: int
+
+
+class _Search:
+    """The state of a running search, and the three moves of a tick. Trees are numbered by their place in the batch."""
+
+    def __init__(
+        self,
+        problems: Sequence[Problem],
+        writers: Sequence[Writer],
+        grader: Grader,
+        config: ConfigDict,
+        key: PRNGKeyArray,
+        tree_ids: Sequence[int] | None,
+        pay: tuple[str, str],
+    ) -> None:
+        if not problems or not writers:
+            raise ValueError(f"a search needs problems and writers, got {len(problems)} and {len(writers)}")
+        self._tree_ids = np.asarray(range(len(problems)) if tree_ids is None else tree_ids, np.int32)
+        if len(self._tree_ids) != len(problems) or len(set(self._tree_ids.tolist())) != len(problems):
+            raise ValueError(f"tree_ids must name each of the {len(problems)} trees differently, got {tree_ids}")
+        if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or jax.random.key_data(key).shape != (2,):
+            raise ValueError(f"a search needs one typed threefry key, got {key}")
+        self._problems, self._writers, self._grader, self._pay = problems, writers, grader, pay
+        self._key, self._lag, self._nodes = key, config.verdict_lag, config.nodes
+        # Nodes of a tree that may be open at a time.
+        self._breadth = config.nodes if config.strategy == "grpo" else 1
+        self._how = dict(order=config.order, posterior=config.posterior, strategy=config.strategy)
+        self._forest = empty(len(problems), config.nodes, len(writers))
+        # The host's own record of what the next move needs: reading it from the forest would wait for the device.
+        self._used = np.zeros(len(problems), np.int32)  # slots
+        self._busy = np.zeros(len(problems), np.int32)  # of these, not yet graded
+        self._open: dict[int, tuple[int, int, int, int]] = {}  # ticket of a writer -> tree, slot, parent, agent
+        self._awaited: collections.deque[_Awaited] = collections.deque()
+        self._attempts: list[dict[int, Attempt]] = [{} for _ in problems]
+        self._tick = 0
+        self._seconds = Seconds()
+        self.finished = 0
+
+    def expand(self) -> None:
+        """Gives every idle tree that has room a new node, and its agent the request, in the order of the trees."""
+        asked: list[tuple[int, int, int, int, np.ndarray]] = []
+        while (idle := (self._busy < self._breadth) & (self._used < self._nodes)).any():
+            with self._timed("selecting"):
+                self._forest, grown = _expand(self._forest, self._key, self._tree_ids, idle, **self._how)
+                expansion, slots, keys = jax.device_get(grown)
+            for tree in np.flatnonzero(idle).tolist():
+                where = tree, int(slots[tree]), int(expansion.parent[tree]), int(expansion.agent[tree])
+                asked.append((*where, keys[tree]))
+            self._busy += idle
+            self._used += idle
+        # Siblings one after the other: an engine may prefill their common prompt once.
+        for tree, slot, parent, agent, key in sorted(asked, key=lambda request: request[:2]):
+            ticket = tree * (self._nodes + 1) + slot
+            self._open[ticket] = (tree, slot, parent, agent)
+            self._writers[agent].submit(ticket, self._problems[tree], self._attempts[tree].get(parent), key)
+
+    def decode(self) -> None:
+        """One tick: every writer works for a while; what comes out goes to the grader at once."""
+        for writer in self._writers:
+            if not writer.pending:
+                continue
+            with self._timed("decoding"):
+                drafts = writer.step()
+            for draft in drafts:
+                tree, slot, parent, agent = self._open.pop(draft.ticket)
+                ticket = self._grader.submit(draft.program, self._problems[tree])
+                self._awaited.append(_Awaited(self._tick + self._lag, tree, slot, parent, agent, draft, ticket))
+        self._tick += 1
+
+    def use_verdicts(self) -> bool:
+        """Uses the verdicts that are due, waiting for them; the oldest ones where no writer has work. True if any."""
+        dry = not any(writer.pending for writer in self._writers)
+        if not self._awaited:
+            if dry and self._open:
+                raise RuntimeError(f"writers have nothing pending, but did not return tickets {sorted(self._open)}")
+            return False
+        due = max(self._tick - 1, self._awaited[0].due if dry else 0)
+        # Rounds of at most one node a tree, each one call of `_settle`.
+        rounds: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        seen: collections.Counter[int] = collections.Counter()
+        while self._awaited and self._awaited[0].due <= due:
+            node = self._awaited.popleft()
+            with self._timed("grading"):
+                grade = self._grader.wait(node.ticket)
+            self._record(node, grade)
+            if seen[node.tree] == len(rounds):
+                none = np.full(len(self._problems), -1, np.int32)
+                rounds.append((none, none.copy(), np.zeros(len(self._problems), np.float32)))
+            observed, voided, rewards = rounds[seen[node.tree]]
+            seen[node.tree] += 1
+            earned = reward_of(grade, *self._pay)
+            if earned is None:
+                voided[node.tree] = node.slot
+            else:
+                observed[node.tree], rewards[node.tree] = node.slot, earned
+        with self._timed("selecting"):
+            for settled in rounds:
+                self._forest = _settle(self._forest, *settled)
+        return bool(rounds)
+
+    def result(self) -> Exploration:
+        return Exploration(self._forest, self._attempts, self._problems, self._tree_ids, self._seconds)
+
+    def _record(self, node: _Awaited, grade: Grade) -> None:
+        above = self._attempts[node.tree].get(node.parent)
+        depth = above.depth + 1 if above else 1
+        self._attempts[node.tree][node.slot] = Attempt(node.slot, node.parent, node.agent, depth, node.draft, grade)
+        self._busy[node.tree] -= 1
+        self.finished += 1
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self._seconds, what, getattr(self._seconds, what) + time.perf_counter() - started)
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnames=("order", "posterior", "strategy"))
+def _expand(
+    forest: Forest,
+    key: PRNGKeyArray,
+    tree_ids: Int[Array, "trees"],
+    idle: Bool[Array, "trees"],
+    *,
+    order: str,
+    posterior: str,
+    strategy: str,
+) -> tuple[Forest, tuple[Expansion, Int[Array, "trees"], UInt32[Array, "trees 2"]]]:
+    """Selection for all trees and a new node for the idle ones: where, in which slot, and the key to write it with."""
+    select_key, write_key = (jax.random.fold_in(key, use) for use in (_SELECT, _WRITE))
+    expansion = select(
+        forest, select_key, order=order, posterior=posterior, strategy=strategy, tree_ids=tree_ids
+    )
+    forest, slot = reserve(forest, expansion, idle)
+    keys = jax.vmap(lambda tree, s: jax.random.fold_in(jax.random.fold_in(write_key, tree), s))(tree_ids, slot)
+    return forest, (expansion, slot, jax.random.key_data(keys))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _settle(
+    forest: Forest,
+    observed: Int[Array, "trees"],
+    voided: Int[Array, "trees"],
+    rewards: Float[Array, "trees"],
+) -> Forest:
+    """At most one verdict a tree; slot -1 is none. One shape, hence one compilation, for any number of verdicts."""
+    trees = jnp.arange(forest.trees)
+    return void(observe(forest, trees, observed, rewards), trees, voided)

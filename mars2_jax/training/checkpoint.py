@@ -1,0 +1,309 @@
+"""Checkpoints of a run: all or nothing, verified before they are used, bit-exact.
+
+A checkpoint is one Orbax step directory, `checkpoints/<step>/`, of four items:
+
+- `state`: a pytree of arrays (weights, optimizer states, ...), in Orbax's sharded array format.
+- `host`: a flat dict of NumPy arrays of any length (buffers of finished nodes, ...), one .npz file for each process.
+  Lengths differ from step to step, so these arrays have no abstract target that `state` could be restored into.
+- `meta`: a dict of plain JSON (step counts, the resolved config, ...).
+- `seal`: the SHA-256 of every file of the other three.
+
+Orbax writes into a temporary directory and renames it when all is there, so a killed save leaves nothing that looks
+like a checkpoint. The seal covers what happens to the files later: array files have no checksums of their own, and a
+damaged one may well be read without an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from mars2_jax.errors import ConfigError, DataError
+
+__all__ = ["Checkpoint", "Checkpointer"]
+
+_CONTENT = ("state", "host", "meta")
+_SEAL = "sha256.json"
+
+
+class Checkpoint(NamedTuple):
+    """What `Checkpointer.restore` returns.
+
+    Attributes:
+      step: the training step after which it was saved.
+      state: the pytree of arrays; nested dicts and lists where no target was given.
+      host: name -> NumPy array.
+      meta: the JSON object.
+    """
+
+    step: int
+    state: Any
+    host: dict[str, np.ndarray]
+    meta: dict[str, Any]
+
+
+class Checkpointer:
+    """Saves and restores the checkpoints of one run. A context manager; leaving it waits for the last save.
+
+    Args:
+      workdir: the run's directory; checkpoints go to its folder `checkpoints`.
+      keep: how many checkpoints are kept; older ones are deleted.
+      every: steps between checkpoints, see `due`.
+      read_only: neither writes nor cleans up; for commands that read a run which may still be training.
+    """
+
+    def __init__(self, workdir: str | os.PathLike[str], *, keep: int = 2, every: int = 1, read_only: bool = False):
+        if keep < 1 or every < 1:
+            raise ValueError(f"keep and every must be at least 1, are {keep} and {every}")
+        self.directory = epath.Path(os.path.abspath(workdir)) / "checkpoints"
+        self.every = every
+        # The seal is registered last, because Orbax finishes items in this order.
+        registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+        for name, handler, save, restore in (
+            ("state", ocp.StandardCheckpointHandler(), ocp.args.StandardSave, ocp.args.StandardRestore),
+            ("host", _HostHandler(), _HostSave, _HostRestore),
+            ("meta", ocp.JsonCheckpointHandler(), ocp.args.JsonSave, ocp.args.JsonRestore),
+            ("seal", _SealHandler(), _SealSave, _SealRestore),
+        ):
+            registry.add(name, save, handler)
+            registry.add(name, restore, handler)
+        if read_only:
+            options = ocp.CheckpointManagerOptions(read_only=True)
+        else:
+            options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, cleanup_tmp_directories=True)
+        self._manager = ocp.CheckpointManager(self.directory, options=options, handler_registry=registry)
+
+    def due(self, step: int) -> bool:
+        """Whether `step` is one of those that are saved by schedule."""
+        return step % self.every == 0
+
+    def save(
+        self, step: int, state: Any, meta: Mapping[str, Any], host: Mapping[str, np.ndarray] | None = None
+    ) -> None:
+        """Saves a checkpoint. Returns when the arrays are copied to host memory and may be donated; writing goes on.
+
+        Args:
+          step: the step just finished; greater than every step saved before.
+          state: pytree of JAX or NumPy arrays.
+          meta: what a JSON round trip leaves as it is (string keys, lists, no tuples, no NaN).
+          host: name -> NumPy array of numbers, booleans or strings, of any shape.
+
+        Raises:
+          ValueError: for meta or host data that cannot be stored exactly, or a step that was saved before.
+        """
+        if json.loads(json.dumps(dict(meta), allow_nan=False)) != dict(meta):
+            raise ValueError("meta does not survive a JSON round trip: use string keys, and lists instead of tuples")
+        host = {name: np.asarray(array) for name, array in (host or {}).items()}
+        for name, array in host.items():
+            if array.dtype.kind not in "biufcUS":
+                raise ValueError(f"host array {name!r} has dtype {array.dtype}, which .npz does not store exactly")
+        self.wait()
+        for newer in self._steps():
+            if newer < step:
+                break
+            if self._damage(newer) is None:
+                raise ValueError(f"a checkpoint of step {newer} exists in {self.directory}; cannot save step {step}")
+            # Left by a run that then fell back to an older checkpoint; in the way of this one.
+            self._manager.delete(newer)
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(state),
+                host=_HostSave(host),
+                meta=ocp.args.JsonSave(dict(meta)),
+                seal=_SealSave(),
+            ),
+            force=True,
+        )
+
+    def restore(self, target: Any = None) -> Checkpoint | None:
+        """The newest checkpoint that is whole; a damaged one is passed over with a warning.
+
+        Args:
+          target: the pytree of `state` with a `jax.ShapeDtypeStruct` (or an array) in place of each array; arrays are
+            restored into its structure and shardings. None restores nested dicts and lists, sharded as when saved.
+
+        Returns:
+          The checkpoint, or None where the run has none yet.
+
+        Raises:
+          DataError: there are checkpoints, but none is whole.
+          ConfigError: the checkpoint's arrays differ from the target's in name, shape or dtype.
+        """
+        self.wait()
+        self._manager.reload()
+        steps = self._steps()
+        for step in steps:
+            damage = self._damage(step)
+            if damage is None:
+                return self._restore(step, target)
+            logging.getLogger(__name__).warning("passing over the checkpoint of step %d: %s", step, damage)
+        if steps:
+            raise DataError(f"no checkpoint in {self.directory} is whole; to start the run over, remove this folder")
+        return None
+
+    def _restore(self, step: int, target: Any) -> Checkpoint:
+        if target is not None:
+            _check_target(self._manager.item_metadata(step)["state"], target, self.directory / str(step))
+        items = self._manager.restore(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardRestore(target), host=_HostRestore(), meta=ocp.args.JsonRestore()
+            ),
+        )
+        return Checkpoint(step, items["state"], items["host"], items["meta"])
+
+    def wait(self) -> None:
+        """Waits until the last save is on disk; raises what went wrong in it."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits for the last save and ends the writer threads."""
+        self._manager.close()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _steps(self) -> list[int]:
+        """Steps that have a checkpoint, whole or not, newest first."""
+        return sorted(self._manager.all_steps(), reverse=True)
+
+    def _damage(self, step: int) -> str | None:
+        """What is wrong with the files of a checkpoint; None if they are as they were written."""
+        root = self.directory / str(step)
+        try:
+            sealed = json.loads((root / "seal" / _SEAL).read_text())
+        except (OSError, ValueError) as error:
+            return f"its seal cannot be read ({error})"
+        try:
+            found = _digests(root)
+        except OSError as error:
+            return f"its files cannot be read ({error})"
+        for name in sorted(sealed.keys() | found.keys()):
+            if sealed.get(name) != found.get(name):
+                return f"its file {name} is {'damaged' if name in found else 'missing'}"
+        return None
+
+
+def _check_target(saved: Any, target: Any, where: epath.Path) -> None:
+    """Orbax would cast a dtype without a word; a resumed run must not differ from one that went on."""
+
+    def table(tree: Any) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        leaves, _ = jax.tree.flatten_with_path(tree)
+        return {_path(path): (tuple(leaf.shape), np.dtype(leaf.dtype)) for path, leaf in leaves}
+
+    old, new = table(getattr(saved, "tree", saved)), table(target)
+    for name in sorted(old.keys() | new.keys()):
+        if old.get(name) != new.get(name):
+            raise ConfigError(
+                f"the checkpoint {where} was saved with another configuration: it has {_describe(old.get(name))} for "
+                f"{name}, this run needs {_describe(new.get(name))}; use that run's configuration or another --workdir"
+            )
+
+
+def _describe(leaf: tuple[tuple[int, ...], np.dtype] | None) -> str:
+    return "nothing" if leaf is None else f"{leaf[1]}{list(leaf[0])}"
+
+
+def _path(path: tuple[Any, ...]) -> str:
+    """A leaf's path in the one spelling that a pytree and Orbax's description of it share."""
+    return ".".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
+
+
+def _digests(root: epath.Path) -> dict[str, str]:
+    """Relative path -> SHA-256, for all files of the items with content."""
+    digests = {}
+    for item in _CONTENT:
+        for path in _files(root / item):
+            digest = hashlib.sha256()
+            with path.open("rb") as file:
+                while block := file.read(1 << 22):
+                    digest.update(block)
+            digests[path.relative_to(root).as_posix()] = digest.hexdigest()
+    return digests
+
+
+def _files(directory: epath.Path) -> Iterator[epath.Path]:
+    if directory.exists():
+        for path in directory.iterdir():
+            if path.is_dir():
+                yield from _files(path)
+            else:
+                yield path
+
+
+class _HostHandler(ocp.CheckpointHandler):
+    """A dict of NumPy arrays in one .npz file for each process, which holds that process's own buffers."""
+
+    @staticmethod
+    def _name() -> str:
+        return f"process_{jax.process_index()}_of_{jax.process_count()}.npz"
+
+    def save(self, directory: epath.Path, args: _HostSave) -> None:
+        with (directory / self._name()).open("wb") as file:
+            np.savez(file, allow_pickle=False, **dict(args.arrays))
+
+    def restore(self, directory: epath.Path, args: _HostRestore | None = None) -> dict[str, np.ndarray]:
+        path = directory / self._name()
+        if not path.exists():
+            names = ", ".join(sorted(p.name for p in directory.iterdir()))
+            raise ConfigError(
+                f"{path} is missing (there: {names}); resume with as many processes as the run was saved with"
+            )
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            return dict(arrays)
+
+
+@ocp.args.register_with_handler(_HostHandler, for_save=True)
+class _HostSave(ocp.args.CheckpointArgs):
+    def __init__(self, arrays: Mapping[str, np.ndarray]):
+        self.arrays = arrays
+
+
+@ocp.args.register_with_handler(_HostHandler, for_restore=True)
+class _HostRestore(ocp.args.CheckpointArgs):
+    pass
+
+
+class _SealHandler(ocp.CheckpointHandler):
+    """Writes the digests of the other items when Orbax has finished them, before the step gets its final name."""
+
+    def save(self, directory: epath.Path, args: _SealSave) -> None:
+        """Nothing can be said yet: the other items are still being written."""
+
+    def restore(self, directory: epath.Path, args: _SealRestore | None = None) -> None:
+        """`Checkpointer` reads the seal before it restores anything."""
+
+    def finalize(self, directory: epath.Path) -> None:
+        if jax.process_index() != 0:
+            return
+        root = directory.parent
+        unfinished = [item for item in _CONTENT if not (root / item).exists()]
+        if unfinished:
+            raise RuntimeError(f"Orbax sealed {root} before its items {unfinished} were finished")
+        (directory / _SEAL).write_text(json.dumps(_digests(root), indent=1))
+
+
+@ocp.args.register_with_handler(_SealHandler, for_save=True)
+class _SealSave(ocp.args.CheckpointArgs):
+    pass
+
+
+@ocp.args.register_with_handler(_SealHandler, for_restore=True)
+class _SealRestore(ocp.args.CheckpointArgs):
+    pass

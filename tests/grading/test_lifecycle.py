@@ -1,0 +1,278 @@
+"""Starting, dying and leaving nothing behind."""
+
+import logging
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from mars2_jax.errors import SandboxError
+from mars2_jax.grading.grader import Grader
+from mars2_jax.grading.verdict import Verdict
+from mars2_jax.tasks.problem import Limits, Problem, StdioTest
+
+pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+
+PROBLEM = Problem("p", "", (StdioTest("", "1"),), limits=Limits(cpu_seconds=5.0, wall_seconds=60.0))
+QUICK, SLOW, ENDLESS = "print(1)", "import time\ntime.sleep(0.7)\nprint(1)", "import time\ntime.sleep(1000)"
+
+
+def processes():
+    """Every live process: (pid, start time) -> parent's pid."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if fields[0] != "Z":
+            found[int(path.parent.name), fields[19]] = int(fields[1])
+    return found
+
+
+def descendants(root):
+    table, mine = processes(), {root}
+    for _ in range(10):
+        mine |= {pid for (pid, _), parent in table.items() if parent in mine}
+    return {key for key in table if key[0] in mine and key[0] != root}
+
+
+def all_gone(group, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while left := group & set(processes()):
+        if time.monotonic() > deadline:
+            return left
+        time.sleep(0.02)
+    return set()
+
+
+def children(pid):
+    return [p for (p, _), parent in processes().items() if parent == pid]
+
+
+def service_pid():
+    (pid,) = (p for p in children(os.getpid()) if "mars2_jax.grading.service" in command_line(p))
+    return pid
+
+
+def command_line(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
+
+
+@pytest.fixture(autouse=True)
+def scratch(tmp_path, monkeypatch):
+    """Temporary files of the grader's would go here, and there must be none."""
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    yield
+    assert list(folder.iterdir()) == []
+
+
+@pytest.fixture
+def own_grader():
+    """A grader for one test, with one worker. (The shared one would be a second child with the service's name.)"""
+    before = set(children(os.getpid()))
+    with Grader(workers=1) as grader:
+        (grader.service,) = set(children(os.getpid())) - before
+        yield grader
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def busy(service):
+    """Whether a program is running: its process is below service, bwrap (twice), zygote, stub, supervisor."""
+    return len(descendants(service)) >= 6
+
+
+def test_close_leaves_no_process():
+    before = set(children(os.getpid()))
+    with Grader(workers=2) as grader:
+        (service,) = set(children(os.getpid())) - before
+        ticket = grader.submit(ENDLESS, PROBLEM)
+        wait_until(lambda: busy(service))
+        group = descendants(service) | {k for k in processes() if k[0] == service}
+    assert all_gone(group) == set()
+    assert grader.wait(ticket).verdict is Verdict.INFRA
+    grader.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        grader.submit(QUICK, PROBLEM)
+
+
+def test_a_killed_worker_is_replaced_and_its_program_tried_again(own_grader):
+    ticket = own_grader.submit(SLOW, PROBLEM)
+    wait_until(lambda: busy(own_grader.service))
+    (worker,) = children(own_grader.service)
+    os.kill(worker, signal.SIGKILL)
+    assert own_grader.wait(ticket).verdict is Verdict.PASS
+    assert children(own_grader.service) != [worker]
+
+
+def test_after_a_second_death_the_program_is_void(own_grader):
+    ticket = own_grader.submit(ENDLESS, PROBLEM)
+    waiting = own_grader.submit(QUICK, PROBLEM)
+    for _ in range(2):
+        wait_until(lambda: busy(own_grader.service))
+        (worker,) = children(own_grader.service)
+        os.kill(worker, signal.SIGKILL)
+        wait_until(lambda worker=worker: worker not in children(own_grader.service))
+    assert own_grader.wait(ticket).verdict is Verdict.INFRA
+    assert own_grader.wait(waiting).verdict is Verdict.PASS
+
+
+def test_a_killed_service_voids_what_is_open(own_grader):
+    done = own_grader.submit(QUICK, PROBLEM)
+    assert own_grader.wait(done).verdict is Verdict.PASS
+    tickets = [own_grader.submit(ENDLESS, PROBLEM) for _ in range(3)]
+    wait_until(lambda: busy(own_grader.service))
+    group = descendants(own_grader.service)
+    os.kill(own_grader.service, signal.SIGKILL)
+    assert own_grader.wait(tickets[0]).verdict is Verdict.INFRA
+    rest = dict(own_grader.poll(timeout=None))
+    assert {ticket: grade.verdict for ticket, grade in rest.items()} == dict.fromkeys(tickets[1:], Verdict.INFRA)
+    assert own_grader.pending == 0
+    with pytest.raises(RuntimeError, match="died"):
+        own_grader.submit(QUICK, PROBLEM)
+    assert all_gone(group) == set()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_service_that_is_told_to_stop_takes_everything_along(own_grader, number):
+    ticket = own_grader.submit(ENDLESS, PROBLEM)
+    wait_until(lambda: busy(own_grader.service))
+    group = descendants(own_grader.service)
+    os.kill(own_grader.service, number)
+    assert own_grader.wait(ticket).verdict is Verdict.INFRA
+    assert all_gone(group) == set()
+
+
+@pytest.mark.parametrize("isolation", ["bubblewrap", "none"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_parent_that_dies_leaves_no_process(number, isolation):
+    script = f"""
+        from mars2_jax.grading.grader import Grader
+        from tests.grading.test_lifecycle import ENDLESS, PROBLEM
+        with Grader({isolation!r}, workers=2) as grader:
+            for _ in range(2):
+                grader.submit(ENDLESS, PROBLEM)
+            grader.poll(timeout=None)
+        """
+    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stderr=subprocess.DEVNULL)
+    wanted = {"bubblewrap": 13, "none": 9}[isolation]  # the service, two workers, a stub, supervisor and program each
+    wait_until(lambda: len(descendants(parent.pid)) >= wanted)
+    group = descendants(parent.pid)
+    parent.send_signal(number)
+    parent.wait()
+    assert all_gone(group) == set()
+
+
+def test_grading_leaks_neither_descriptors_nor_processes(own_grader):
+    def state():
+        return len(os.listdir(f"/proc/{own_grader.service}/fd")), len(descendants(own_grader.service))
+
+    own_grader.grade(QUICK, PROBLEM)
+    wait_until(lambda: not busy(own_grader.service))
+    before = state()
+    limits = Limits(cpu_seconds=1.0, wall_seconds=0.05)
+    asleep = Problem("p", "", (StdioTest("", ""),), limits=limits)
+    for _ in range(20):
+        assert own_grader.grade(ENDLESS, asleep).verdict is Verdict.TIMEOUT
+        assert own_grader.grade(QUICK, PROBLEM).verdict is Verdict.PASS
+    wait_until(lambda: not busy(own_grader.service))
+    assert state() == before
+
+
+def test_without_bubblewrap_it_refuses_to_start(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SandboxError, match="apt-get install bubblewrap.*isolation=none") as caught:
+        Grader()
+    assert "\n" not in str(caught.value)
+
+
+REAL = shutil.which("bwrap")
+HOLES = {
+    "broken": ("echo no user namespaces >&2\nexit 1", "no user namespaces"),
+    "network": (f'exec {REAL} $(drop --unshare-net "$@")', "network"),
+    "files": (f'exec {REAL} --ro-bind "$PACKAGE" "$PACKAGE" "$@"', "file"),
+}
+
+
+@pytest.mark.parametrize("hole", HOLES)
+def test_a_sandbox_with_a_hole_is_refused(tmp_path, monkeypatch, hole):
+    body, message = HOLES[hole]
+    fake = tmp_path / "bwrap"
+    drop = 'new=()\nfor a in "$@"; do [ "$a" = --unshare-net ] || new+=("$a"); done\n'
+    body = body.replace('$(drop --unshare-net "$@")', '"${new[@]}"')
+    fake.write_text(f"#!/bin/bash\nPACKAGE={Path(__file__).resolve().parents[2] / 'mars2_jax'}\n{drop}{body}\n")
+    fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    before = set(children(os.getpid()))
+    with pytest.raises(SandboxError, match=message):
+        Grader(workers=1)
+    assert set(children(os.getpid())) == before
+
+
+def test_unprotected_grading_warns_every_time(caplog):
+    for _ in range(2):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING), Grader("none", workers=1) as grader:
+            assert "UNPROTECTED" in caplog.text
+            assert grader.grade(QUICK, PROBLEM).verdict is Verdict.PASS
+            assert grader.grade("print(2)", PROBLEM).verdict is Verdict.WRONG
+            spawn = "import os\nif os.fork() == 0:\n    os.setsid()\n    __import__('time').sleep(1000)\nprint(1)"
+            assert grader.grade(spawn, PROBLEM).verdict is Verdict.PASS
+            assert not any("sleep" in command_line(pid) for pid, _ in descendants(os.getpid()))
+    with pytest.raises(ValueError, match="isolation 'docker'"):
+        Grader("docker")
+
+
+def test_the_service_imports_no_jax():
+    code = "import sys, mars2_jax.grading.service, mars2_jax.grading.grader\nprint('jax' in sys.modules, 'numpy' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.split() == ["False", "False"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+def test_an_unprivileged_user_can_grade():
+    python = Path("/usr/bin/python3")
+    version = subprocess.run([python, "-c", "import sys; print(sys.version_info >= (3, 11))"], capture_output=True, text=True)
+    root = Path(__file__).resolve().parents[2]
+    if version.stdout.strip() != "True" or not all(p.stat().st_mode & stat.S_IXOTH for p in [root, *root.parents]):
+        pytest.skip("no interpreter, or no copy of the package, that other users may read")
+    script = """
+        from mars2_jax.grading.grader import Grader
+        from tests.grading.exploits import EXPLOITS, HONEST, PROBLEMS
+        chosen = [e for e in EXPLOITS if e[0].startswith(("attack", "trace", "memory", "forge", "daemon", "fork"))]
+        with Grader(workers=1) as grader:
+            for name, kind, program in chosen:
+                grade = grader.grade(program, PROBLEMS[kind], stop_at_first_failure=True)
+                assert grade.verdict.value not in ("pass", "infra"), (name, grade)
+                assert grader.grade(HONEST[kind], PROBLEMS[kind]).verdict.value == "pass", name
+        print("graded", len(chosen))
+        """
+    ran = subprocess.run(
+        [python, "-B", "-c", textwrap.dedent(script)],
+        env={"PYTHONPATH": str(root), "PATH": os.environ["PATH"]},
+        cwd="/",
+        user=65534,
+        group=65534,
+        extra_groups=[],
+        capture_output=True,
+        text=True,
+    )
+    assert ran.stdout.startswith("graded"), ran.stderr[-2000:]

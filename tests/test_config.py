@@ -1,0 +1,150 @@
+"""Which configs are honoured, and what is said of the others."""
+
+import json
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from ml_collections import ConfigDict, FrozenConfigDict
+
+from mars2_jax import config as config_lib
+from mars2_jax.config import agent_config, check_key, default_config, validate, write_config
+from mars2_jax.errors import ConfigError
+
+
+def good_config(agents=("coder",)):
+    config = default_config()
+    for name in agents:
+        config.agents[name] = agent_config()
+        config.agents[name].model.path = "model.gguf"
+    return config
+
+
+def leaves(config, path=""):
+    for key, value in config.items():
+        name = f"{path}.{key}" if path else key
+        if isinstance(value, ConfigDict):
+            yield from leaves(value, name)
+        else:
+            yield name, value
+
+
+LEAVES = dict(leaves(good_config()))
+
+
+def test_defaults_with_an_agent_are_valid():
+    validate(good_config())
+    validate(FrozenConfigDict(good_config(("coder", "reviewer"))))
+
+
+def test_tables_name_only_keys_that_exist():
+    for pattern in (*config_lib._CHOICES, *config_lib._RANGES):
+        default = check_key(pattern.replace("*", "coder"))
+        assert not isinstance(default, ConfigDict)
+        if pattern in config_lib._CHOICES:
+            assert default in config_lib._CHOICES[pattern]
+
+
+def test_every_number_has_a_range_or_a_check_of_its_own():
+    numbers = {name.replace("coder", "*") for name, v in LEAVES.items() if type(v) in (int, float)}
+    own = {"mesh.data", "mesh.fsdp", "mesh.tensor", "learning.dual_clip"}
+    assert numbers - own == config_lib._RANGES.keys()
+
+
+@given(st.sampled_from(sorted(LEAVES)), st.data())
+def test_a_misspelt_key_is_named_with_the_nearest(name, data):
+    parent, _, key = name.rpartition(".")
+    assume(len(key) >= 4)
+    at = data.draw(st.integers(0, len(key) - 1))
+    wrong = key[:at] + key[at + 1 :]
+    config = good_config()
+    group = config
+    for part in parent.split(".") if parent else []:
+        group = group[part]
+    assume(wrong not in group)
+    group[wrong] = LEAVES[name]
+    expected = f"config.{parent + '.' if parent else ''}{wrong} does not exist; did you mean config."
+    with pytest.raises(ConfigError) as caught:
+        validate(config)
+    assert str(caught.value).startswith(expected)
+    with pytest.raises(ConfigError) as caught:
+        check_key(f"{parent + '.' if parent else ''}{wrong}")
+    assert str(caught.value).startswith(expected)
+
+
+@given(st.sampled_from(sorted(LEAVES)), st.sampled_from([None, True, 7, 0.5, "x", float("nan"), [1], {"a": 1}]))
+def test_a_value_of_another_type_is_refused(name, value):
+    default = LEAVES[name]
+    fits = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}[type(default)]
+    assume(type(value) not in fits or value != value)
+    config = good_config()
+    parent, _, key = name.rpartition(".")
+    group = config
+    for part in parent.split(".") if parent else []:
+        group = group[part]
+    del group[key]  # Assigned to an existing key, some values are cast.
+    group[key] = value
+    with pytest.raises(ConfigError, match=f"config.{name} must be "):
+        validate(config)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("search.order", "agent_frst", "'agent_frst'; it may be agent_first, node_first; did you mean agent_first?"),
+        ("search.nodes", 0, "is 0; it must be at least 1"),
+        ("rollout.top_p", 0.0, "is 0.0; it must be above 0 and at most 1"),
+        ("rollout.top_p", 1.5, "is 1.5; it must be above 0 and at most 1"),
+        ("rollout.min_p", 1.0, "is 1.0; it must be at least 0 and below 1"),
+        ("rollout.temperature", float("inf"), "must be finite"),
+        ("learning.lam", -0.1, "is -0.1; it must be at least 0 and at most 1"),
+        ("agents.coder.optimizer.b2", 1.0, "at least 0 and below 1"),
+        ("agents.coder.optimizer.eps", 0.0, "above 0"),
+        ("agents.coder.model.dtype", "bf16", "it may be auto, float32, bfloat16; did you mean bfloat16?"),
+        ("agents.coder.model.path", "", "is empty: name a model folder or file"),
+        ("agents.coder.model.sha256", "abc", "must be 64 hex digits"),
+        ("mesh.data", 0, "must be at least 1, or -1 for all devices left"),
+        ("mesh.data", -1, "more than one -1"),
+        ("learning.micro_batch_size", 3, "train_batch_size is 16; it must be a multiple of .*, which is 3"),
+        ("learning.dual_clip", 0.5, "must be above 1, or 0 for off"),
+        ("learning.overlong_factor", 1.0, "overlong_buffer is 0; .* between 1 and .*max_new_tokens, which is 256"),
+        ("learning.tis_veto", 1e-4, "config.learning.tis is 'off'"),
+        ("seed", -1, "at least 0"),
+    ],
+)
+def test_values_and_combinations_that_are_refused(key, value, message):
+    config = good_config()
+    config.update_from_flattened_dict({key: value})
+    with pytest.raises(ConfigError, match=message) as caught:
+        validate(config)
+    assert "\n" not in str(caught.value)
+    assert key.rpartition(".")[0] in str(caught.value)
+
+
+def test_agents():
+    with pytest.raises(ConfigError, match="config.agents is empty"):
+        validate(default_config())
+    config = good_config(("a b",))
+    with pytest.raises(ConfigError, match="config.agents.a b: a name is made of letters"):
+        validate(config)
+    config = good_config()
+    with config.ignore_type():
+        config.agents.coder = "model.gguf"
+    with pytest.raises(ConfigError, match="config.agents.coder must be a group of keys, is 'model.gguf'"):
+        validate(config)
+
+
+def test_a_missing_key_is_named():
+    config = good_config()
+    del config.search["nodes"]
+    with pytest.raises(ConfigError, match="config.search.nodes is missing"):
+        validate(config)
+
+
+def test_written_config_is_the_whole_of_it(tmp_path):
+    config = FrozenConfigDict(good_config(("coder", "reviewer")))
+    path = write_config(config, tmp_path / "new")
+    assert path == tmp_path / "new" / "config.json"
+    assert json.loads(path.read_text()) == config.to_dict()
+    restored = ConfigDict(json.loads(path.read_text()))
+    validate(restored)
