@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -168,16 +169,17 @@ def make_rows(prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], *,
         _check_row(prompt, response)
     length = bucket(max(len(p) + len(r) for p, r in zip(prompts, responses)), 32)
     width = bucket(max(len(r) for r in responses), 16)
-    tokens = np.zeros((rows, length), np.int32)
-    prompt_length = np.ones(rows, np.int32)
+    tokens: Any = np.zeros((rows, length), np.int32)
+    prompt_length: Any = np.ones(rows, np.int32)
     for i, (prompt, response) in enumerate(zip(prompts, responses)):
         tokens[i, : len(prompt) + len(response)] = np.concatenate([prompt, response])
         prompt_length[i] = len(prompt)
     lengths = np.array([len(r) for r in responses] + [0] * (rows - len(responses)))
-    return Rows(tokens, prompt_length, np.arange(width) < lengths[:, None])
+    mask: Any = np.arange(width) < lengths[:, None]
+    return Rows(tokens, prompt_length, mask)
 
 
-def _forest(trees: Sequence[TreeArrays]) -> dict[str, np.ndarray]:
+def _forest(trees: Sequence[TreeArrays]) -> dict[str, Any]:
     """Stacks trees to [trees, nodes]; the number of trees is rounded up with trees that hold nothing."""
     nodes = max(len(t.reward) for t in trees)
     empty = dict(reward=np.float32(0), parent=np.int32(-1), agent=np.int32(-1), graded=np.False_, length=np.int32(0))
@@ -223,16 +225,17 @@ def make_batch(
     count = micro * micro_batch_size
     rows = make_rows([s.prompt for s in samples], [s.tokens for s in samples], rows=count)
 
-    def split(x: np.ndarray) -> np.ndarray:
+    # The classes declare JAX arrays; on the host the fields hold NumPy's, and jit takes either.
+    def split(x: np.ndarray) -> Any:
         return x.reshape(micro, micro_batch_size, *x.shape[1:])
 
-    def response(name: str) -> np.ndarray:
+    def response(name: str) -> Any:
         array = np.zeros(rows.mask.shape, np.float32)
         for i, sample in enumerate(samples):
             array[i, : len(sample.tokens)] = getattr(sample, name)
         return split(array)
 
-    def per_row(values: list[int]) -> np.ndarray:
+    def per_row(values: list[int]) -> Any:
         return split(np.array(values + [0] * (count - len(values)), np.int32))
 
     index = {key: i for i, key in enumerate(keys)}

@@ -2,7 +2,7 @@
 
 Shapes: a micro-batch has `rows` responses, padded to `response` tokens; `mask` is True on the tokens that were sampled.
 Log-probabilities are those at the sampling temperature, under four sets of weights: `lp` the ones being trained,
-`lp_old` the trainer's at the start of the step, `lp_roll` the engine's when it sampled, `lp_ref` the frozen reference's.
+`lp_old` the trainer's at the start of the step, `lp_roll` the engine's when it sampled, `lp_ref` the reference's.
 
 A loss is returned as a numerator and a denominator. Micro-batches add up both, and the gradient of the whole batch is
 Σ gradient of numerators / Σ denominators whatever the split; a mean of micro-batch means is not.

@@ -105,10 +105,10 @@ class Learner:
           ConfigError: a temperature at which nothing is sampled, or options that do not go together.
         """
         if temperature <= 0:
-            raise ConfigError(f"rollout.temperature={temperature} must be above 0 in training: greedy text has no ratio")
+            raise ConfigError(f"rollout.temperature={temperature} must be above 0 to train: greedy text has no ratio")
         # Fails on a bad buffer now, not at the first update.
         overlong_penalty(
-            np.zeros(1, np.int32), budget=budget, buffer=learning.overlong_buffer, factor=learning.overlong_factor
+            jnp.zeros(1, jnp.int32), budget=budget, buffer=learning.overlong_buffer, factor=learning.overlong_factor
         )
         return cls(
             nnx.graphdef(model), FrozenConfigDict(learning), FrozenConfigDict(optimizer), float(temperature), budget
@@ -200,9 +200,7 @@ def _loss(
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _update(
-    learner: Learner, state: TrainState, batch: TreeBatch
-) -> tuple[TrainState, Metrics, TreeAdvantages]:
+def _update(learner: Learner, state: TrainState, batch: TreeBatch) -> tuple[TrainState, Metrics, TreeAdvantages]:
     config, samples = learner.learning, batch.samples
     penalty = overlong_penalty(
         batch.length, budget=learner.budget, buffer=config.overlong_buffer, factor=config.overlong_factor
@@ -233,7 +231,7 @@ def _update(
     alive = batch.graded.any(-1)
     metrics = {name: total / tokens for name, total in terms.sums.items() if name != "tokens"} | {
         "loss": terms.numerator / terms.denominator,
-        "grad_norm": optax.global_norm(gradient),
+        "grad_norm": optax.tree.norm(gradient),
         "reward_mean": row_mean(batch.reward[samples.tree, samples.slot]),
         "advantage_mean": mean,
         "advantage_std": jnp.sqrt(row_mean((advantage - mean) ** 2)),

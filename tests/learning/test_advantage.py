@@ -108,17 +108,13 @@ def test_golden_tree():
 def test_golden_tree_by_agent():
     # Agent 0 wrote slots 1, 5, 7: r̂ = 1.5, 1.25, 0, mean 2.75/3, Σ squares 3.8125 - 2.75²/3 = 1.291667, std 0.803638;
     # 0.583333/std, 0.333333/std, -0.916667/std.
-    got = _advantages(
-        GOLDEN_REWARD, GOLDEN_PARENT, GOLDEN_AGENT, GOLDEN_GRADED, _config(group="tree_agent")
-    ).advantage
+    got = _advantages(GOLDEN_REWARD, GOLDEN_PARENT, GOLDEN_AGENT, GOLDEN_GRADED, _config(group="tree_agent")).advantage
     np.testing.assert_allclose(got[jnp.array([1, 5, 7])], [0.725865, 0.414780, -1.140645], atol=2e-6)
 
 
 def test_golden_grpo():
     # Raw rewards 1, 0, 0, 1, 1, 0, 1: mean 4/7, std √((4 · 9/49 + 3 · 16/49)/6) = √(2/7) = 0.534522.
-    got = _advantages(
-        GOLDEN_REWARD, GOLDEN_PARENT, GOLDEN_AGENT, GOLDEN_GRADED, _config(estimator="grpo")
-    ).advantage
+    got = _advantages(GOLDEN_REWARD, GOLDEN_PARENT, GOLDEN_AGENT, GOLDEN_GRADED, _config(estimator="grpo")).advantage
     want = np.where(GOLDEN_GRADED, (GOLDEN_REWARD - 4 / 7) / np.sqrt(2 / 7), 0)
     np.testing.assert_allclose(got, want, atol=2e-6)
 

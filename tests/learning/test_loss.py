@@ -51,9 +51,7 @@ _OPTIONS = [
     ),
     *(
         dict(ratio="gspo", tis=level, tis_mode=mode, tis_cap=1.2, tis_veto=veto, kl_coef=0.0)
-        for level, mode, veto in itertools.product(
-            ["token", "sequence", "geometric"], ["truncate", "mask"], [0.0, 0.6]
-        )
+        for level, mode, veto in itertools.product(["token", "sequence", "geometric"], ["truncate", "mask"], [0.0, 0.6])
     ),
     dict(entropy_coef=0.3),
     dict(clip_low=0.0, clip_high=0.0),

@@ -1,0 +1,100 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mars2_jax.learning.batch import Sample, TreeArrays, bucket, make_batch, make_rows
+
+
+def _tree(nodes=4, void=()):
+    graded = np.ones(nodes, bool)
+    graded[[0, *void]] = False
+    return TreeArrays(
+        reward=np.arange(nodes, dtype=np.float32) / nodes,
+        parent=np.array([-1] + [0] * (nodes - 1), np.int32),
+        agent=np.array([-1] + [0] * (nodes - 1), np.int32),
+        graded=graded,
+        length=np.full(nodes, 3, np.int32),
+    )
+
+
+def _sample(tree, slot, prompt=3, response=2, reference=True):
+    lp = -np.arange(1, response + 1, dtype=np.float32)
+    return Sample(
+        tree=tree,
+        slot=slot,
+        prompt=np.arange(10, 10 + prompt),
+        tokens=np.arange(50, 50 + response),
+        logprobs=lp,
+        lp_old=lp - 1,
+        lp_ref=lp - 2 if reference else None,
+    )
+
+
+@given(st.integers(1, 5000), st.sampled_from([1, 4, 16, 32]))
+def test_a_bucket_holds_its_size_and_wastes_at_most_a_third(size, smallest):
+    got = bucket(size, smallest)
+    assert got >= max(size, smallest) and got % smallest == 0
+    assert got == smallest or (got - size) / got <= 1 / 3 or got <= 2 * smallest
+
+
+def test_buckets_are_few():
+    assert len({bucket(n, 32) for n in range(1, 33_000)}) <= 22
+
+
+def test_rows_hold_prompt_response_and_nothing_else():
+    prompts, responses = [np.array([5, 6, 7]), np.array([8])], [np.array([1, 2]), np.array([3, 4, 9])]
+    rows = make_rows(prompts, responses, rows=3)
+    assert rows.tokens.shape == (3, 32) and rows.mask.shape == (3, 16)
+    assert rows.tokens[:, :6].tolist() == [[5, 6, 7, 1, 2, 0], [8, 3, 4, 9, 0, 0], [0] * 6]
+    assert rows.prompt_length.tolist() == [3, 1, 1]
+    assert rows.mask.sum(-1).tolist() == [2, 3, 0] and rows.mask[1, :3].all()
+
+
+def test_a_batch_points_every_row_at_its_node():
+    trees = {"a": _tree(4), "b": _tree(6), "unused": _tree(9)}
+    samples = [_sample("b", 5, prompt=4), _sample("a", 1, response=5), _sample("b", 2)]
+    batch, keys = make_batch(samples, trees, micro_batch_size=2)
+    assert keys == ["b", "a"]
+    assert batch.reward.shape == (4, 6)
+    packed = batch.samples
+    assert packed.rows.tokens.shape == (2, 2, 32) and packed.lp_old.shape == (2, 2, 16)
+    assert packed.tree.tolist() == [[0, 1], [0, 0]] and packed.slot.tolist() == [[5, 1], [2, 0]]
+    assert packed.valid.tolist() == [[True, True], [True, False]]
+    assert packed.lp_roll[0, 1, :6].tolist() == [-1, -2, -3, -4, -5, 0]
+    assert packed.lp_old[0, 1, :6].tolist() == [-2, -3, -4, -5, -6, 0]
+    assert packed.lp_ref[0, 1, :6].tolist() == [-3, -4, -5, -6, -7, 0]
+    assert not packed.rows.mask[1, 1].any()
+    # The shorter tree and the trees that fill up the bucket hold nothing.
+    assert batch.graded.sum(-1).tolist() == [5, 3, 0, 0]
+    assert (batch.parent[1, 4:] == -1).all() and (batch.agent[2:] == -1).all()
+
+
+def test_without_a_reference_there_is_no_array_for_it():
+    batch, _ = make_batch([_sample("a", 1, reference=False)], {"a": _tree()}, micro_batch_size=1)
+    assert batch.samples.lp_ref is None
+
+
+@pytest.mark.parametrize(
+    "samples, message",
+    [
+        ([], "at least one sample"),
+        ([_sample("c", 1)], "'c'"),
+        ([_sample("a", 2)], "node 2 of tree 'a' is not graded"),
+        ([_sample("a", 1), _sample("a", 3, reference=False)], "reference"),
+    ],
+)
+def test_what_cannot_be_learned_from_is_an_error(samples, message):
+    with pytest.raises(ValueError, match=message):
+        make_batch(samples, {"a": _tree(void=[2])}, micro_batch_size=2)
+
+
+@pytest.mark.parametrize("prompt, response", [(0, 2), (2, 0)])
+def test_an_empty_prompt_or_response_is_an_error(prompt, response):
+    with pytest.raises(ValueError, match="not empty"):
+        _sample("a", 1, prompt=prompt, response=response)
+
+
+def test_log_probabilities_must_fit_the_response():
+    with pytest.raises(ValueError, match="lp_old"):
+        Sample("a", 1, np.arange(3), np.arange(4), np.zeros(4), np.zeros(3))
