@@ -19,6 +19,8 @@ from mars2_jax.search.forest import Status
 from mars2_jax.search.writer import Attempt, Draft
 from mars2_jax.tasks.problem import CallTest, Problem
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 KEY = jax.random.key(3)
 
 

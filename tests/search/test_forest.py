@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from mars2_jax.search.forest import Expansion, Status, empty, observe, reserve, void
 from tests.search.peer import Tell, forest_of, moments, treequest_of
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 AGENTS, NODES = 3, 12
 
 
