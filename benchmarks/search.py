@@ -4,15 +4,17 @@
 
 A step is one selection, one new node, one reward (a uniform random number from the host) and its backup. Both grow a
 tree from nothing; ours selects for all trees in one compiled call and gets its rewards from the host in another, as in
-a real search. Compilation is not timed. Two cases, both with 2 agents and the gaussian posterior:
+a real search. Compilation is not timed. Two sizes, with 2 agents:
 64 trees of 64 nodes (TreeQuest: one tree after the other), and 1 tree of 1,024 nodes.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from statistics import median
+from typing import Literal
 
 import jax
 import numpy as np
@@ -24,6 +26,9 @@ from mars2_jax.search.select import select
 
 _REPEATS = flags.DEFINE_integer("repeats", 3, "Repetitions with other seeds; the median is printed.")
 _AGENTS = 2
+_SIZES = ((64, 64), (1, 1024))  # trees, nodes
+_POSTERIORS: tuple[Literal["gaussian", "beta"], ...] = ("gaussian", "beta")
+_ORDERS = ("node_first", "agent_first")
 
 
 @functools.partial(jax.jit, static_argnames=("order", "posterior"), donate_argnums=0)
@@ -47,14 +52,14 @@ def ours(trees: int, nodes: int, order: str, posterior: str, seed: int) -> list[
     return stamps
 
 
-def theirs(trees: int, nodes: int, order: str, posterior: str, seed: int) -> list[float]:
+def theirs(trees: int, nodes: int, order: str, posterior: Literal["gaussian", "beta"], seed: int) -> list[float]:
     """The same with TreeQuest, one tree after the other; time stamps of every step of the last tree, shifted."""
     strategy = {"agent_first": "stack", "node_first": "multiarm_bandit_thompson"}[order]
     actions, rng = [f"agent{a}" for a in range(_AGENTS)], np.random.default_rng(seed)
     np.random.seed(seed)
     started = time.perf_counter()
     for _ in range(trees):
-        algorithm = treequest.ABMCTSA(dist_type=posterior, model_selection_strategy=strategy)
+        algorithm: treequest.ABMCTSA[str] = treequest.ABMCTSA(dist_type=posterior, model_selection_strategy=strategy)
         state = algorithm.init_tree()
         stamps = [time.perf_counter()]
         for _ in range(nodes):
@@ -66,28 +71,26 @@ def theirs(trees: int, nodes: int, order: str, posterior: str, seed: int) -> lis
 
 def main(argv: list[str]) -> None:
     del argv
-    print(f"{'case':34s} {'ours steps/s':>13s} {'treequest':>11s} {'ratio':>7s} {'last 10 %: ours':>16s} {'treequest':>11s}")
-    for trees, nodes in ((64, 64), (1, 1024)):
-        for posterior in ("gaussian", "beta"):
-            for order in ("node_first", "agent_first"):
-                ours(trees, nodes, order, posterior, 0)  # compiles
-                mine = [ours(trees, nodes, order, posterior, seed) for seed in range(_REPEATS.value)]
-                # A few trees are enough to know TreeQuest's rate: it takes them one by one.
-                few = min(trees, 4)
-                peer = [theirs(few, nodes, order, posterior, seed) for seed in range(1 if nodes > 64 else _REPEATS.value)]
-                rates = []
-                for runs, count in ((mine, trees), (peer, few)):
-                    rates.append(median(count * nodes / (stamps[-1] - stamps[0]) for stamps in runs))
-                tail = nodes // 10
-                last = [
-                    median(count * tail / (stamps[-1] - stamps[-1 - tail]) for stamps in runs)
-                    for runs, count in ((mine, trees), (peer, 1))
-                ]
-                case = f"{trees} x {nodes} {posterior} {order}"
-                print(
-                    f"{case:34s} {rates[0]:13.0f} {rates[1]:11.0f} {rates[0] / rates[1]:6.1f}x {last[0]:16.0f} {last[1]:11.0f}",
-                    flush=True,
-                )
+    print(f"{'':34s} {'all steps':^26s} {'last 10 %':^18s}")
+    print(f"{'steps/s':34s} {'ours':>9s} {'treequest':>9s} {'ratio':>6s} {'ours':>8s} {'treequest':>9s}")
+    for (trees, nodes), posterior, order in itertools.product(_SIZES, _POSTERIORS, _ORDERS):
+        ours(trees, nodes, order, posterior, 0)  # compiles
+        few = min(trees, 4)  # TreeQuest takes them one by one: a few tell its rate
+        seeds = range(_REPEATS.value)
+        mine = [ours(trees, nodes, order, posterior, seed) for seed in seeds]
+        peer = [theirs(few, nodes, order, posterior, seed) for seed in seeds]
+        tail = max(nodes // 10, 1)
+        rate, peer_rate = _rate(mine, trees * nodes, nodes), _rate(peer, few * nodes, nodes)
+        last, peer_last = _rate(mine, trees * tail, tail), _rate(peer, tail, tail)
+        case = f"{trees} x {nodes} {posterior} {order}"
+        print(
+            f"{case:34s} {rate:9.0f} {peer_rate:9.0f} {rate / peer_rate:5.1f}x {last:8.0f} {peer_last:9.0f}", flush=True
+        )
+
+
+def _rate(runs: list[list[float]], steps: int, stamps: int) -> float:
+    """Median over the runs of `steps` over the time that the last `stamps` stamps span."""
+    return median(steps / (run[-1] - run[-1 - stamps]) for run in runs)
 
 
 if __name__ == "__main__":

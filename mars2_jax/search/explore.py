@@ -277,9 +277,7 @@ def _expand(
 ) -> tuple[Forest, tuple[Expansion, Int[Array, "trees"], UInt32[Array, "trees 2"]]]:
     """Selection for all trees and a new node for the idle ones: where, in which slot, and the key to write it with."""
     select_key, write_key = (jax.random.fold_in(key, use) for use in (_SELECT, _WRITE))
-    expansion = select(
-        forest, select_key, order=order, posterior=posterior, strategy=strategy, tree_ids=tree_ids
-    )
+    expansion = select(forest, select_key, order=order, posterior=posterior, strategy=strategy, tree_ids=tree_ids)
     forest, slot = reserve(forest, expansion, idle)
     keys = jax.vmap(lambda tree, s: jax.random.fold_in(jax.random.fold_in(write_key, tree), s))(tree_ids, slot)
     return forest, (expansion, slot, jax.random.key_data(keys))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
-import treequest
+import pytest
 
 from mars2_jax.search.forest import Expansion, Forest, empty, observe, reserve
 
@@ -34,6 +34,7 @@ def forest_of(tells: Sequence[Tell], agents: int, nodes: int) -> Forest:
 
 def treequest_of(tells: Sequence[Tell], agents: int, order: str, posterior: str):
     """The algorithm and its state; slot s is the node with expand_idx s - 1, agent a is the action "a"."""
+    treequest = pytest.importorskip("treequest")
     algorithm = treequest.ABMCTSA(dist_type=posterior, model_selection_strategy=STRATEGIES[order])
     state = algorithm.init_tree()
     actions = [str(a) for a in range(agents)]

@@ -19,11 +19,15 @@ from mars2_jax.search.forest import Status
 from mars2_jax.search.writer import Attempt, Draft
 from mars2_jax.tasks.problem import CallTest, Problem
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 KEY = jax.random.key(3)
 
 
 def problem(number: int) -> Problem:
-    return Problem(id=f"p{number}", statement="", public=(CallTest((1,), 1),), hidden=(CallTest((2,), 2),), entry_point="f")
+    return Problem(
+        id=f"p{number}", statement="", public=(CallTest((1,), 1),), hidden=(CallTest((2,), 2),), entry_point="f"
+    )
 
 
 def digest(*parts: object) -> int:
@@ -90,14 +94,22 @@ class ScriptedGrader:
         return grade
 
 
-def search(trees=5, agents=2, grader=None, tree_ids=None, log=None, problems=None, reward_tests="all", **changes) -> Exploration:
+def search(
+    trees=5, agents=2, grader=None, tree_ids=None, log=None, problems=None, reward_tests="all", **changes
+) -> Exploration:
     config = default_config().search
     config.update(changes)
     log = [] if log is None else log
     writers = [ScriptedWriter(f"w{a}", log) for a in range(agents)]
     problems = [problem(i) for i in range(trees)] if problems is None else problems
     return explore(
-        problems, writers, grader or ScriptedGrader(), config, key=KEY, tree_ids=tree_ids, reward="fraction",
+        problems,
+        writers,
+        grader or ScriptedGrader(),
+        config,
+        key=KEY,
+        tree_ids=tree_ids,
+        reward="fraction",
         reward_tests=reward_tests,
     )
 
@@ -145,17 +157,17 @@ def test_trees_are_full_and_attempts_mirror_the_forest():
 
 
 def test_a_tree_does_not_depend_on_the_other_trees():
-    """Same problem, same id: the same tree alone as among others, although the writers' queues differ."""
-    together = search(trees=4, tree_ids=[7, 5, 9, 11])
-    alone = search(problems=[problem(2)], tree_ids=[9])
-    for a, b in zip(jax.tree.leaves(together.forest), jax.tree.leaves(alone.forest), strict=True):
-        np.testing.assert_array_equal(a[2], b[0])
-    assert [x.draft.text for x in together.attempts[2].values()] == [x.draft.text for x in alone.attempts[0].values()]
+    """Same problem, same id: the same tree wherever it stands, although the writers' queues differ."""
+    one = search(tree_ids=[7, 5, 9, 11, 2])
+    other = search(problems=[problem(i) for i in (8, 6, 7, 9, 2)], tree_ids=[0, 1, 2, 3, 9])
+    for a, b in zip(jax.tree.leaves(one.forest), jax.tree.leaves(other.forest), strict=True):
+        np.testing.assert_array_equal(a[2], b[4])
+    assert [x.draft.text for x in one.attempts[2].values()] == [x.draft.text for x in other.attempts[4].values()]
 
 
 def test_keys_of_requests():
     log: list[tuple] = []
-    result = search(trees=2, tree_ids=[40, 50], log=log)
+    result = search(tree_ids=[40, 50, 2, 3, 4], log=log)
     for tree, tree_id in enumerate((40, 50)):
         for slot, attempt in result.attempts[tree].items():
             key = KEY
@@ -164,37 +176,46 @@ def test_keys_of_requests():
             assert attempt.draft.text.endswith(str(digest(jax.random.key_data(key).tolist())))
 
 
-def test_verdicts_are_used_after_the_lag():
-    """One tree, one writer: with lag L, the steps between the end of a draft and the next request are L at most.
+class TickingWriter(ScriptedWriter):
+    """Notes at which of its steps each ticket came in and went out."""
 
-    With other trees keeping the writer busy, a tree's next request comes exactly L ticks after its draft.
-    """
+    def __init__(self) -> None:
+        super().__init__("w", [])
+        self.tick, self.asked, self.answered = 0, {}, {}
 
-    class Clock(ScriptedWriter):
-        ticks = 0
-        ended: dict[int, int]
-        asked: dict[int, int]
+    def submit(self, ticket, *rest):
+        self.asked[ticket] = self.tick
+        super().submit(ticket, *rest)
 
-        def submit(self, ticket, *rest):
-            self.asked[ticket] = self.ticks
-            super().submit(ticket, *rest)
+    def step(self):
+        drafts = super().step()
+        self.answered |= {draft.ticket: self.tick for draft in drafts}
+        self.tick += 1
+        return drafts
 
-        def step(self):
-            drafts = super().step()
-            for draft in drafts:
-                self.ended[draft.ticket] = self.ticks
-            self.ticks += 1
-            return drafts
+    def gaps(self) -> list[int]:
+        """Steps from the end of a node to the request for the next of its tree, in the order of the ends."""
+        return [self.asked[t + 1] - self.answered[t] for t in self.answered if t + 1 in self.asked]
 
-    for lag in (0, 2):
-        writer = Clock("w", [])
-        writer.ended, writer.asked = {}, {}
-        config = default_config().search
-        config.update(verdict_lag=lag)
-        explore([problem(i) for i in range(12)], [writer], ScriptedGrader(), config, key=KEY)
-        gaps = [writer.asked[t + 1] - writer.ended[t] for t in writer.ended if t + 1 in writer.asked]
-        # A request made before tick k is asked at k: the gap after a draft of tick i is (i + lag + 1) - i.
-        assert set(gaps[: len(gaps) // 2]) == {lag + 1}
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_a_verdict_is_used_exactly_lag_steps_later(lag):
+    """While the other trees keep the writer busy. With lag 0 the next request is there at the next step."""
+    writer = TickingWriter()
+    config = default_config().search
+    config.update(verdict_lag=lag)
+    explore([problem(i) for i in range(5)], [writer], ScriptedGrader(), config, key=KEY)
+    gaps = writer.gaps()
+    # In the first half of the search no tree is full, and the writer never runs dry.
+    assert set(gaps[: len(gaps) // 2]) == {lag + 1}
+
+
+def test_a_verdict_is_used_at_once_where_the_writers_have_run_dry():
+    writer = TickingWriter()
+    config = default_config().search
+    config.update(verdict_lag=1000)
+    explore([problem(0)], [writer], ScriptedGrader(), config, key=KEY)
+    assert writer.gaps() == [1] * 7
 
 
 def test_infra_nodes_are_void():
@@ -220,12 +241,12 @@ def test_a_grader_that_always_fails_ends_the_search():
 def test_grpo_is_flat_and_asks_at_once():
     log: list[tuple] = []
     grader = ScriptedGrader()
-    result = search(trees=3, strategy="grpo", log=log, grader=grader)
+    result = search(strategy="grpo", log=log, grader=grader)
     forest = jax.device_get(result.forest)
     assert (forest.depth[:, 1:] == 1).all() and (forest.parent[:, 1:] == 0).all()
     assert (forest.agent[:, 1:] == np.arange(8) % 2).all()
     # Nothing waits for a verdict: tickets enter in order, siblings together.
-    assert [ticket for _, ticket, _ in log] == [tree * 9 + slot for tree in range(3) for slot in range(1, 9)]
+    assert [ticket for _, ticket, _ in log] == [tree * 9 + slot for tree in range(5) for slot in range(1, 9)]
 
 
 def test_reward_tests_public():
@@ -261,17 +282,22 @@ def test_progress_and_seconds():
     config = default_config().search
     started = time.perf_counter()
     result = explore(
-        [problem(0), problem(1)], [ScriptedWriter("w", [])], ScriptedGrader(random.Random(0)), config, key=KEY,
+        [problem(i) for i in range(5)],
+        [ScriptedWriter("v", []), ScriptedWriter("w", [])],
+        ScriptedGrader(random.Random(0)),
+        config,
+        key=KEY,
         progress=lambda done, wanted: calls.append((done, wanted)),
     )
     wall = time.perf_counter() - started
-    assert calls[-1] == (16, 16) and calls == sorted(calls)
+    assert calls[-1] == (40, 40) and calls == sorted(calls)
     spent = result.seconds
     assert spent.grading > 0 and spent.selecting > 0 and spent.decoding + spent.grading + spent.selecting < wall
 
 
 @pytest.mark.parametrize(
-    "change", [dict(trees=0), dict(agents=0), dict(tree_ids=[1, 1, 2, 3, 4]), dict(tree_ids=[1]), dict(order="sideways")]
+    "change",
+    [dict(trees=0), dict(agents=0), dict(tree_ids=[1, 1, 2, 3, 4]), dict(tree_ids=[1]), dict(order="sideways")],
 )
 def test_wrong_arguments(change):
     with pytest.raises(ValueError):
@@ -281,5 +307,9 @@ def test_wrong_arguments(change):
 def test_a_raw_key_is_refused():
     with pytest.raises(ValueError, match="typed threefry key"):
         explore(
-            [problem(0)], [ScriptedWriter("w", [])], ScriptedGrader(), default_config().search, key=jax.random.PRNGKey(0)
+            [problem(0)],
+            [ScriptedWriter("w", [])],
+            ScriptedGrader(),
+            default_config().search,
+            key=jax.random.PRNGKey(0),
         )

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from mars2_jax.search.forest import Expansion, Status, empty, observe, reserve, void
 from tests.search.peer import Tell, forest_of, moments, treequest_of
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 AGENTS, NODES = 3, 12
 
 
@@ -19,16 +21,15 @@ AGENTS, NODES = 3, 12
 def tell_sequences(draw):
     count = draw(st.integers(0, NODES))
     rewards = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0, 1, width=32))
-    return [
-        Tell(draw(st.integers(0, i)), draw(st.integers(0, AGENTS - 1)), draw(rewards)) for i in range(count)
-    ]
+    return [Tell(draw(st.integers(0, i)), draw(st.integers(0, AGENTS - 1)), draw(rewards)) for i in range(count)]
 
 
 def close(ours, theirs):
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parity
+@settings(max_examples=40, deadline=None)
 @given(tell_sequences())
 def test_statistics_equal_treequests(tells):
     stats = jax.device_get(forest_of(tells, AGENTS, NODES).stats)
@@ -121,7 +122,9 @@ def test_reserve_fills_slots_in_order_and_marks_them_pending():
     assert forest.agent[0].tolist() == [-1, 0, 1, -1]
     assert forest.depth[0].tolist() == [0, 1, 2, 0]
     assert forest.status[0].tolist() == [Status.EMPTY, Status.GRADED, Status.GRADED, Status.EMPTY]
-    forest, slot = reserve(forest, Expansion(jnp.array([2, 0, 1]), jnp.array([1, 1, 0])), jnp.array([True, False, True]))
+    forest, slot = reserve(
+        forest, Expansion(jnp.array([2, 0, 1]), jnp.array([1, 1, 0])), jnp.array([True, False, True])
+    )
     assert slot.tolist() == [3, -1, 3]
     assert forest.depth[:, 3].tolist() == [3, 0, 2]
     assert forest.status[:, 3].tolist() == [Status.PENDING, Status.EMPTY, Status.PENDING]
@@ -147,14 +150,14 @@ def test_only_pending_nodes_are_observed_or_voided(slot):
 
 def test_observing_many_trees_at_once_equals_one_by_one():
     rng = np.random.default_rng(0)
-    together = apart = empty(5, 20, 2)
+    together = apart = empty(3, 20, 2)
     for n in range(20):
-        expansion = Expansion(jnp.array(rng.integers(0, n + 1, 5)), jnp.array(rng.integers(0, 2, 5)))
-        rewards = jnp.array(rng.random(5), jnp.float32)
+        expansion = Expansion(jnp.array(rng.integers(0, n + 1, 3)), jnp.array(rng.integers(0, 2, 3)))
+        rewards = jnp.array(rng.random(3), jnp.float32)
         together, slot = reserve(together, expansion)
         apart, _ = reserve(apart, expansion)
-        together = observe(together, jnp.arange(5), slot, rewards)
-        for tree in range(5):
+        together = observe(together, jnp.arange(3), slot, rewards)
+        for tree in range(3):
             apart = observe(apart, tree, slot[tree], rewards[tree])
     assert same(together, apart)
 

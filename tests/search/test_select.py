@@ -13,6 +13,7 @@ from mars2_jax.search.select import select
 from tests.search.peer import Tell, forest_of, treequest_of
 
 AGENTS, NODES = 2, 8
+COPIES = 20_000  # one number, so that each case compiles once
 CASES = [(order, posterior) for order in ("agent_first", "node_first") for posterior in ("beta", "gaussian")]
 TREES = {
     "root": [],
@@ -21,9 +22,9 @@ TREES = {
 }
 
 
-def many(forest: Forest, copies: int) -> Forest:
-    """The first tree, `copies` times: each copy draws by itself."""
-    return jax.tree.map(lambda x: jnp.broadcast_to(x[:1], (copies, *x.shape[1:])), forest)
+def many(forest: Forest) -> Forest:
+    """The first tree, `COPIES` times: each copy draws by itself."""
+    return jax.tree.map(lambda x: jnp.broadcast_to(x[:1], (COPIES, *x.shape[1:])), forest)
 
 
 def counts(nodes, agents) -> np.ndarray:
@@ -44,17 +45,19 @@ def check_frequencies(order, posterior, name, asks):
     algorithm, state = treequest_of(tells, AGENTS, order, posterior)
     _, trials = algorithm.ask_batch(state, asks, [str(a) for a in range(AGENTS)])
     theirs = counts([t.node_to_expand + 1 for t in trials], [int(t.action) for t in trials])
-    chosen = select(many(forest_of(tells, AGENTS, NODES), 40_000), jax.random.key(2), order=order, posterior=posterior)
+    chosen = select(many(forest_of(tells, AGENTS, NODES)), jax.random.key(2), order=order, posterior=posterior)
     ours = counts(chosen.parent, chosen.agent)
     assert same_distribution(ours, theirs) > 1e-3, (ours / ours.sum(), theirs / theirs.sum())
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize(("order", "posterior"), CASES)
 def test_frequencies_equal_treequests(order, posterior, name):
     check_frequencies(order, posterior, name, 2_500)
 
 
+@pytest.mark.parity
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize(("order", "posterior"), CASES)
@@ -64,7 +67,7 @@ def test_frequencies_equal_treequests_over_20000_asks(order, posterior, name):
 
 def test_the_test_of_frequencies_can_fail():
     """The orders differ on the same tree, and the test sees it."""
-    forest = many(forest_of(TREES["graded"], AGENTS, NODES), 2_500)
+    forest = many(forest_of(TREES["graded"], AGENTS, NODES))
     tables = []
     for order in ("agent_first", "node_first"):
         chosen = select(forest, jax.random.key(2), order=order, posterior="beta")
@@ -109,7 +112,7 @@ def test_pending_and_void_nodes_count_nowhere_and_are_not_entered(order, posteri
     # The keys follow the size, which is 5 here and 3 there; ids are no remedy, so distributions are compared.
     tables = []
     for f in (forest, plain):
-        chosen = select(many(f, 20_000), jax.random.key(0), order=order, posterior=posterior)
+        chosen = select(many(f), jax.random.key(0), order=order, posterior=posterior)
         assert set(np.unique(chosen.parent)) <= {0, 1, 2, 3}
         tables.append(counts(chosen.parent, chosen.agent))
     assert same_distribution(*tables) > 1e-3
@@ -119,7 +122,7 @@ def test_pending_and_void_nodes_count_nowhere_and_are_not_entered(order, posteri
 def test_a_node_with_only_pending_children_is_a_leaf(order, posterior):
     forest = empty(1, NODES, AGENTS)
     forest, _ = reserve(forest, Expansion(jnp.array([0]), jnp.array([1])))
-    chosen = select(many(forest, 1000), jax.random.key(0), order=order, posterior=posterior)
+    chosen = select(many(forest), jax.random.key(0), order=order, posterior=posterior)
     assert (chosen.parent == 0).all()
     assert set(np.unique(chosen.agent)) == {0, 1}
 
@@ -127,9 +130,7 @@ def test_a_node_with_only_pending_children_is_a_leaf(order, posterior):
 def test_agent_first_enters_only_children_of_the_agent():
     """Agent 0 wrote a good chain, agent 1 nothing: whoever is drawn as agent 1 expands the root."""
     tells = [Tell(0, 0, 1.0)] + [Tell(i, 0, 1.0) for i in range(1, 6)]
-    chosen = select(
-        many(forest_of(tells, AGENTS, NODES), 5000), jax.random.key(0), order="agent_first", posterior="beta"
-    )
+    chosen = select(many(forest_of(tells, AGENTS, NODES)), jax.random.key(0), order="agent_first", posterior="beta")
     parents = np.asarray(chosen.parent)
     assert (parents > 1).any()
     # Deeper than the root, agent 1 may well refine; at the root, it has no child to go on with.
@@ -138,7 +139,7 @@ def test_agent_first_enters_only_children_of_the_agent():
 
 
 def test_grpo_is_flat_and_takes_turns():
-    forest = grow(3, jax.random.key(0), order="agent_first", posterior="beta", strategy="grpo")
+    forest = grow(6, jax.random.key(0), order="agent_first", posterior="beta", strategy="grpo")
     assert (forest.parent[:, 1:] == 0).all() and (forest.depth[:, 1:] == 1).all()
     assert (forest.agent[:, 1:] == jnp.arange(NODES) % AGENTS).all()
 
