@@ -89,7 +89,7 @@ class _Service:
             except WorkerDied as died:
                 verdict = Verdict.ERROR if died.by_program else Verdict.INFRA
                 failure = TestResult(verdict, error=f"the sandbox died twice: {died}")
-            except Exception as error:  # A defect of the grader's must not end the thread and lose the ticket.
+            except Exception as error:  # noqa: BLE001 -- a defect of the grader must not end the thread
                 failure = TestResult(Verdict.INFRA, error=f"{type(error).__name__}: {error}")
             self._replace(index)
         return [failure if i == 0 or not job["stop"] else None for i in range(len(job["tests"]))]

@@ -116,7 +116,7 @@ class Worker:
             raise WorkerDied(frame["fault"], by_program=frame["tampered"])
         if "died" in frame:
             raise WorkerDied(f"the supervisor ended with status {frame['died']}", by_program=True)
-        return frame  # type: ignore[no-any-return]
+        return frame
 
     def _last_words(self) -> str:
         """What the sandbox wrote to its standard error before it went."""
