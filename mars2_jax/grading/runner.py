@@ -389,6 +389,6 @@ def main(isolation: str, uid: int) -> None:
                 os._exit(code & 0xFF)
         _, status = os.waitpid(pid, 0)
         if status != 0:
-            code = os.waitstatus_to_exitcode(status)
-            write_frame(1, {"died": code})
+            # A supervisor can be reached by a program of its own user only.
+            write_frame(1, {"died": os.waitstatus_to_exitcode(status), "tampered": own_uid is None})
             sys.exit(1)

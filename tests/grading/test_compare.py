@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mars2_jax.grading.compare import MAX_TEXT, judge, same_output, same_value, tidy
@@ -74,11 +74,13 @@ def test_value(expected, actual, same):
     assert same_value(expected, actual) is same
 
 
+@settings(deadline=None)
 @given(plain)
 def test_equal_values_agree(value):
     assert same_value(value, value)
 
 
+@settings(deadline=None)
 @given(plain, plain)
 def test_what_agrees_is_equal_up_to_tolerance(left, right):
     def rounded(value):
@@ -92,6 +94,7 @@ def test_what_agrees_is_equal_up_to_tolerance(left, right):
         assert not same_value(left, right)
 
 
+@settings(deadline=None)
 @given(st.lists(st.text(alphabet=st.characters(blacklist_categories=("Z", "C")), min_size=1), max_size=5))
 def test_white_space_does_not_count(tokens):
     assert same_output(" ".join(tokens), "\n\t".join(tokens) + "\n")
@@ -129,6 +132,7 @@ hostile = st.text() | st.sampled_from(
 )
 
 
+@settings(deadline=None)
 @given(
     test=st.sampled_from(
         [

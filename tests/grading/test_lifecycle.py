@@ -2,6 +2,7 @@
 
 import logging
 import os
+import resource
 import shutil
 import signal
 import stat
@@ -128,6 +129,22 @@ def test_after_a_second_death_the_program_is_void(own_grader):
         wait_until(lambda worker=worker: worker not in children(own_grader.service))
     assert own_grader.wait(ticket).verdict is Verdict.INFRA
     assert own_grader.wait(waiting).verdict is Verdict.PASS
+
+
+def test_a_worker_that_cannot_be_replaced_costs_its_programs_only(own_grader):
+    # The interpreter of the service looks for bwrap on its own PATH, which this test cannot change; so it takes the
+    # start-up of new processes away from it.
+    own_grader.grade(QUICK, PROBLEM)
+    (worker,) = children(own_grader.service)
+    old = resource.prlimit(own_grader.service, resource.RLIMIT_NOFILE)
+    used = len(os.listdir(f"/proc/{own_grader.service}/fd"))
+    resource.prlimit(own_grader.service, resource.RLIMIT_NOFILE, (used - 3, old[1]))
+    os.kill(worker, signal.SIGKILL)
+    wait_until(lambda: worker not in children(own_grader.service) or not busy(own_grader.service))
+    assert own_grader.grade(QUICK, PROBLEM).verdict is Verdict.INFRA
+    assert own_grader.grade(QUICK, PROBLEM).verdict is Verdict.INFRA
+    resource.prlimit(own_grader.service, resource.RLIMIT_NOFILE, old)
+    assert own_grader.grade(QUICK, PROBLEM).verdict is Verdict.PASS
 
 
 def test_a_killed_service_voids_what_is_open(own_grader):
