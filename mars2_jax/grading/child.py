@@ -25,7 +25,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from mars2_jax.grading.values import NotCarried, decode, encode, read_frame, write_frame
+from mars2_jax.grading.values import NotCarried, TooDeep, decode, encode, read_frame, write_frame
 
 __all__ = ["CALLS_IN", "CALLS_OUT", "FRAMES", "OUTCOME", "assertions", "compile_program", "function", "script"]
 
@@ -84,7 +84,7 @@ def function(code: bytes, source: str, entry_point: str) -> int:
                 reply = {"value": encode(call(*args, **kwargs))}
             except NotCarried as error:
                 reply = {"not_carried": str(error)}
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 -- whatever it is, it is the caller's to handle
                 reply = {"raise": [type(error).__name__, _message(error), _traceback_text(error, _PROGRAM)]}
             write_frame(CALLS_OUT, reply)
 
@@ -93,7 +93,7 @@ def function(code: bytes, source: str, entry_point: str) -> int:
 
 def _as_program(code: bytes, source: str, name: str, then: Callable[[types.ModuleType], None]) -> int:
     sys.stdin, sys.stdout, sys.stderr = (
-        io.TextIOWrapper(open(fd, "rb" if fd == 0 else "wb"), "utf-8", errors, line_buffering=fd == 2)
+        io.TextIOWrapper(os.fdopen(fd, "rb" if fd == 0 else "wb"), "utf-8", errors, line_buffering=fd == 2)
         for fd, errors in ((0, "surrogateescape"), (1, "surrogateescape"), (2, "backslashreplace"))
     )
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
@@ -108,7 +108,7 @@ def _as_program(code: bytes, source: str, name: str, then: Callable[[types.Modul
         then(module)
     except SystemExit as leaving:
         status = _exit_status(leaving)
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 -- told as an interpreter would
         _write_all(2, _traceback_text(error, _PROGRAM))
         status = 1
     # What an interpreter does at its end, without the time that tearing down all modules takes.
@@ -116,7 +116,7 @@ def _as_program(code: bytes, source: str, name: str, then: Callable[[types.Modul
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         sys.stdout.flush()
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 -- the same
         _write_all(2, _traceback_text(error, _PROGRAM))
         status = status or 1
     return status
@@ -138,7 +138,7 @@ def _resolve(module: types.ModuleType, entry_point: str) -> Callable[..., Any]:
         raise NameError(f"the program does not define {owner or method!r}")
     found = getattr(module, owner or method)
     if not owner:
-        return found  # type: ignore[no-any-return]
+        return found
     return lambda *args, **kwargs: getattr(found(), method)(*args, **kwargs)
 
 
@@ -160,8 +160,9 @@ class _Program:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             request = encode((args, kwargs))
-        except NotCarried:
-            self.uncarried_argument = True
+        except NotCarried as error:
+            # The types of arguments are the test's choice; their depth may be that of an earlier result.
+            self.uncarried_argument = not isinstance(error, TooDeep)
             raise
         try:
             write_frame(CALLS_OUT, request)
@@ -184,20 +185,23 @@ class _Program:
             name, message, text = (str(part) for part in reply["raise"])
         except (KeyError, TypeError, ValueError):
             raise self._failed(ProgramError("the program sent a malformed reply"), "not_carried", "") from None
-        kind = getattr(builtins, name, None)
-        if isinstance(kind, type) and issubclass(kind, Exception):
-            try:
-                error = kind(message)
-            except TypeError:  # UnicodeDecodeError and its like take other arguments.
-                error = ProgramError(f"{name}: {message}")
-        else:
-            error = ProgramError(f"{name}: {message}")
-        raise self._failed(error, name, text)
+        raise self._failed(_builtin_error(name, message), name, text)
 
     def _failed(self, error: BaseException, kind: str, text: str) -> BaseException:
         self.failure, self.failure_type = error, kind
         self.failure_text = text or f"{error}\n"
         return error
+
+
+def _builtin_error(name: str, message: str) -> Exception:
+    """An exception of the builtin type of that name, so that tests may catch it."""
+    kind = getattr(builtins, name, None)
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        try:
+            return kind(message)
+        except TypeError:  # UnicodeDecodeError and its like take other arguments.
+            pass
+    return ProgramError(f"{name}: {message}")
 
 
 def assertions(entry_point: str, limit: int) -> int:
@@ -221,7 +225,7 @@ def assertions(entry_point: str, limit: int) -> int:
         namespace[owner or method] = bound
         _keep_source(_TEST, test["code"])
         exec(compile(test["code"], _TEST, "exec", dont_inherit=True), namespace)
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 -- every exception is an outcome
         if error is program.failure:
             outcome = {"outcome": "error", "kind": program.failure_type, "error": program.failure_text}
         else:
@@ -244,7 +248,7 @@ def _keep_source(name: str, source: str) -> None:
 def _message(error: BaseException) -> str:
     try:
         return str(error)[:1000]
-    except Exception:
+    except Exception:  # noqa: BLE001 -- the program's own __str__
         return ""
 
 
@@ -255,7 +259,7 @@ def _traceback_text(error: BaseException, first_file: str) -> str:
         position = position.tb_next
     try:
         text = "".join(traceback.format_exception(type(error), error, position))
-    except BaseException as second:  # An exception whose __str__ raises, no memory left, ...
+    except BaseException as second:  # noqa: BLE001 -- a __str__ that raises, no memory left, ...
         text = f"{type(error).__name__} (no traceback: {type(second).__name__})\n"
     return text[-8000:]
 

@@ -147,7 +147,7 @@ def _judge_assertions(report: dict[str, Any]) -> tuple[Verdict, str, str]:
     verdict = {"pass": Verdict.PASS, "wrong": Verdict.WRONG, "infra": Verdict.INFRA}.get(said, Verdict.ERROR)
     if said == "error" and kind == "MemoryError":
         verdict = Verdict.MEMORY
-    return verdict, "" if actual == "None" and said == "error" else actual, "" if said == "pass" else tidy(error)
+    return verdict, actual, "" if said == "pass" else tidy(error)
 
 
 def _failed(report: dict[str, Any]) -> bool:

@@ -227,7 +227,7 @@ class Grader:
             self._received += part
         line, _, rest = bytes(self._received).partition(b"\n")
         self._received = bytearray(rest)
-        return json.loads(line)  # type: ignore[no-any-return]
+        return json.loads(line)
 
     def _died(self) -> None:
         self._service.kill()

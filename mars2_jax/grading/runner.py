@@ -25,7 +25,6 @@ else hides its memory from them.
 from __future__ import annotations
 
 import dataclasses
-import errno
 import fcntl
 import os
 import resource
@@ -37,7 +36,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mars2_jax.grading import child, system
-from mars2_jax.grading.values import NotCarried, dumps, read_frame, write_frame
+from mars2_jax.grading.values import dumps, read_frame, write_frame
 
 __all__ = ["main"]
 
@@ -205,7 +204,7 @@ class _Supervisor:
             system.forget_privileges(uid, hidden=trusted)
             os.chdir("/tmp")
             status = body()
-        except BaseException:
+        except BaseException:  # noqa: BLE001 -- a fork must never return into its parent's code
             os.write(2, traceback.format_exc()[-4000:].encode("utf-8", "backslashreplace"))
         finally:
             os._exit(status)
@@ -299,14 +298,13 @@ class _Test:
     outcome: _Sink | None = None
 
     def texts(self) -> dict[str, str | None]:
-        texts = {
-            "stdout": self.stdout and self.stdout.data,
-            "stderr": self.stderr.data[-_STDERR_TAIL:],
-            # Frames: the length in front is of no use, and not text.
-            "value": self.value and self.value.data[4:],
-            "outcome": self.outcome and self.outcome.data[4:],
-        }
-        return {name: None if data is None else data.decode("utf-8", "replace") for name, data in texts.items()}
+        sinks = {"stdout": self.stdout, "stderr": self.stderr, "value": self.value, "outcome": self.outcome}
+        texts: dict[str, str | None] = {}
+        for name, sink in sinks.items():
+            # The length in front of a frame is of no use here, and is not text.
+            start = 4 if name in ("value", "outcome") else 0
+            texts[name] = None if sink is None else sink.data[start:].decode("utf-8", "replace")
+        return texts
 
 
 def _drain(fd: int, sink: _Sink) -> bool:
@@ -346,7 +344,7 @@ def _supervise(isolated: bool, uid: int | None) -> None:
             _Supervisor(job, isolated, uid).serve()
     except BrokenPipeError:
         system.kill_descendants()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 -- reported to the service
         system.kill_descendants()
         # A program that runs as the same user may lower this process's limits. That is its fault, not the grader's.
         tampered = _own_limits() != limits
@@ -385,12 +383,12 @@ def main(isolation: str, uid: int) -> None:
             code = 1
             try:
                 code = _stub(isolated, own_uid)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 -- reported to the service
                 write_frame(1, {"fault": f"{type(error).__name__}: {error}", "tampered": False})
             finally:
                 os._exit(code & 0xFF)
         _, status = os.waitpid(pid, 0)
         if status != 0:
-            code = os.waitstatus_to_exitcode(status)
-            write_frame(1, {"died": code})
+            # A supervisor can be reached by a program of its own user only.
+            write_frame(1, {"died": os.waitstatus_to_exitcode(status), "tampered": own_uid is None})
             sys.exit(1)

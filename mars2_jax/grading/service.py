@@ -6,7 +6,8 @@ line that answers it, in any order, is `{"ticket", "results"}`, one entry (or nu
 
 The service ends, and everything it started with it, when its input ends, when its parent is gone, on SIGTERM and on
 SIGINT. A worker that dies is replaced, and the program that it had is tried once more; after the second time its tests
-are INFRA if the machine can be to blame, ERROR if only the program can (its zygote lived on).
+are INFRA. They are ERROR where the program must have done it: a supervisor that runs as the program's own user (as it
+must where the grader is not root) can be hurt by it, and a program must not be able to void its own grade.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class _Service:
             except WorkerDied as died:
                 verdict = Verdict.ERROR if died.by_program else Verdict.INFRA
                 failure = TestResult(verdict, error=f"the sandbox died twice: {died}")
-            except Exception as error:  # A defect of the grader's must not end the thread and lose the ticket.
+            except Exception as error:  # noqa: BLE001 -- a defect of the grader must not end the thread
                 failure = TestResult(Verdict.INFRA, error=f"{type(error).__name__}: {error}")
             self._replace(index)
         return [failure if i == 0 or not job["stop"] else None for i in range(len(job["tests"]))]

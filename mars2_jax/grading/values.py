@@ -20,7 +20,7 @@ import os
 import struct
 from typing import Any, NoReturn
 
-__all__ = ["MAX_DEPTH", "NotCarried", "decode", "dumps", "encode", "loads", "read_frame", "write_frame"]
+__all__ = ["MAX_DEPTH", "NotCarried", "TooDeep", "decode", "dumps", "encode", "loads", "read_frame", "write_frame"]
 
 MAX_DEPTH = 200
 _HEADER = struct.Struct(">I")
@@ -32,10 +32,14 @@ class NotCarried(Exception):
     """A value that the encoding has no word for, or text that is not an encoded value."""
 
 
+class TooDeep(NotCarried):
+    """A value that is nested deeper than `MAX_DEPTH`, or contains itself."""
+
+
 def encode(value: Any, depth: int = 0) -> Any:
     """The JSON-able form of `value`. Raises NotCarried."""
     if depth > MAX_DEPTH:
-        raise NotCarried(f"a value nested deeper than {MAX_DEPTH} levels")
+        raise TooDeep(f"a value nested deeper than {MAX_DEPTH} levels")
     if value is None or value is True or value is False:
         return value
     # Methods are taken from the base types, not from the value, whose class may have overridden them.

@@ -23,7 +23,7 @@ _START_SECONDS = 30.0
 
 
 class WorkerDied(Exception):
-    """The sandbox is gone. `by_program`: its zygote lived on, so that only the program can have done it."""
+    """The sandbox is gone. `by_program`: the program was able to do that, and the machine is unlikely to have."""
 
     def __init__(self, reason: str, *, by_program: bool = False) -> None:
         super().__init__(reason)
@@ -52,7 +52,9 @@ class Worker:
         self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
 
     def close(self) -> None:
-        """Ends the sandbox and all that runs in it."""
+        """Ends the sandbox and all that runs in it. A closed worker answers every `grade` with WorkerDied."""
+        # The numbers will be given to other files: they must not be written to again.
+        self._in = self._out = -1
         for stream in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(OSError):
                 stream.close()  # type: ignore[union-attr]
@@ -115,13 +117,15 @@ class Worker:
         if "fault" in frame:
             raise WorkerDied(frame["fault"], by_program=frame["tampered"])
         if "died" in frame:
-            raise WorkerDied(f"the supervisor ended with status {frame['died']}", by_program=True)
-        return frame  # type: ignore[no-any-return]
+            raise WorkerDied(f"the supervisor ended with status {frame['died']}", by_program=frame["tampered"])
+        return frame
 
     def _last_words(self) -> str:
         """What the sandbox wrote to its standard error before it went."""
-        self._process.kill()
         assert self._process.stderr
+        if self._process.stderr.closed:
+            return "the sandbox could not be started again"
+        self._process.kill()
         os.set_blocking(self._process.stderr.fileno(), False)
         try:
             said = os.read(self._process.stderr.fileno(), 1 << 16).decode("utf-8", "replace").strip()
