@@ -32,6 +32,5 @@ def get_config():
     config.learning.train_batch_size = 8
     config.learning.micro_batch_size = 4
     config.training.steps = 2
-    config.eval.difficulty = "easy"
     config.eval.limit = 8
     return config

@@ -15,6 +15,7 @@ A command is
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import traceback
@@ -22,7 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import ConfigDict, FrozenConfigDict, config_flags
 
 from mars2_jax import config as config_lib
@@ -68,6 +69,9 @@ def run(main: Callable[[], None]) -> NoReturn:
 
     All else that is raised is a defect of the program and keeps its traceback.
     """
+    # Orbax tells the details of every step at INFO, transformers that PyTorch is missing; --verbosity=0 shows the former.
+    logging.set_verbosity(logging.WARNING)
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         app.run(lambda _: main(), flags_parser=_parse)
     except UserError as error:

@@ -74,7 +74,16 @@ class Agent:
       state: weights, optimizer state and number of updates; None where it does not learn.
     """
 
-    def __init__(self, name: str, config: FrozenConfigDict, run: FrozenConfigDict, model: ModelFile, decoder: Decoder):
+    def __init__(
+        self,
+        name: str,
+        config: FrozenConfigDict,
+        run: FrozenConfigDict,
+        model: ModelFile,
+        decoder: Decoder,
+        *,
+        learn: bool,
+    ):
         self.name, self.config, self._run = name, config, run
         self.tokenizer = model.tokenizer
         self.buffer = Buffer()
@@ -97,15 +106,27 @@ class Agent:
                 budget=rollout.max_new_tokens,
             )
             params = nnx.state(decoder)
-            # Kept only for the KL term; agents of one checkpoint share it.
-            self._reference = params if run.learning.kl_coef > 0 else None
-            self.set_state(self.learner.init(params))
+            self._shape = jax.eval_shape(self.learner.init, params)
+            if learn:
+                # Kept only for the KL term; agents of one checkpoint share it.
+                self._reference = params if run.learning.kl_coef > 0 else None
+                self.set_state(self.learner.init(params))
 
     def set_state(self, state: TrainState) -> None:
         """Learns and decodes from this state on."""
         self.state = state
-        # The engine casts the weights to the type it computes in once, not in every step.
-        self.engine.set_params(jax.tree.map(lambda x: x.astype(self.engine.dtype), state.params))
+        self.set_params(state.params)
+
+    def set_params(self, params: nnx.State) -> None:
+        """Decodes with these weights from now on; what it learns from stays."""
+        # Cast once to the type that the engine computes in, not in every step.
+        self.engine.set_params(jax.tree.map(lambda x: x.astype(self.engine.dtype), params))
+
+    def abstract_state(self) -> TrainState:
+        """Shapes, types and shardings of its training state, which need not exist."""
+        if self.state is not None:
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state)
+        return self._shape
 
     def writer(self, sampling: SamplingParams) -> EngineWriter:
         """Its voice in a search."""
@@ -182,13 +203,16 @@ def open_models(run: FrozenConfigDict) -> dict[str, ModelFile]:
     return files
 
 
-def build_team(run: FrozenConfigDict, files: dict[str, ModelFile], mesh: Mesh) -> list[Agent]:
+def build_team(
+    run: FrozenConfigDict, files: dict[str, ModelFile], mesh: Mesh, *, learn: bool = True
+) -> list[Agent]:
     """Loads the models and makes the agents, in the order of their names in the config.
 
-    Agents of one checkpoint start from equal weights, read once, and then go their own ways.
+    Agents of one checkpoint start from equal weights, read once, and then go their own ways. `learn=False` makes no
+    optimizer states and no references.
     """
     decoders = {path: file.load(mesh) for path, file in files.items()}
     return [
-        Agent(name, config, run, files[config.model.path], decoders[config.model.path])
+        Agent(name, config, run, files[config.model.path], decoders[config.model.path], learn=learn)
         for name, config in run.agents.items()
     ]

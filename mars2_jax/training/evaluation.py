@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Sequence
 
 import jax
 from ml_collections import FrozenConfigDict
+from rich.console import Console
+from rich.table import Table
+
+from mars2_jax.errors import DataError
 
 from mars2_jax.evaluation.evaluate import evaluate_agent, evaluate_team
 from mars2_jax.search.explore import Grader
 from mars2_jax.tasks.problem import Problem
 from mars2_jax.training.agent import Agent
-from mars2_jax.training.setup import evaluation_sampling, training_sampling
+from mars2_jax.training.checkpoint import Checkpointer
+from mars2_jax.training.setup import Setup, eval_problems, evaluation_sampling, start_grader, training_sampling
 from mars2_jax.viewer.terminal import Progress
 
-__all__ = ["evaluate", "searchable"]
+__all__ = ["evaluate", "run_evaluation", "searchable"]
 
 # The uses of a run's key; training steps fold the step into the first.
 TRAIN, EVALUATE = 0, 1
@@ -61,3 +67,47 @@ def evaluate(
         )
         scores |= {f"{prefix}/{name}": value for name, value in result.values.items()}
     return scores
+
+
+def run_evaluation(config: FrozenConfigDict, workdir: str | None, console: Console | None = None) -> dict[str, float]:
+    """Evaluates the checkpoint of a run, or the models as they come, and prints the scores.
+
+    Args:
+      config: the config; of a run's, only the sections `eval` and those that do not touch training may differ.
+      workdir: the run whose newest checkpoint is evaluated; None evaluates the models that the config names.
+
+    Raises:
+      UserError: something that the user can put right; raised before any work starts.
+    """
+    console = console or Console()
+    problems = eval_problems(config)
+    with start_grader(config) as grader:
+        setup = Setup.check(config, problems)
+        console.print(f"loading {', '.join(setup.files)}", highlight=False)
+        team = setup.team(learn=False)
+        step = 0
+        if workdir is not None:
+            step = _load_checkpoint(team, workdir)
+        with Progress(1, console=console) as progress:
+            scores = evaluate(config, team, problems, grader, progress)
+    if config.eval.search_nodes and not searchable(config, problems):
+        console.print("no Pass@1(MCTS): these problems have no public tests to guide a search", highlight=False)
+    table = Table("", title=f"{config.eval.source}, {len(problems)} problems, after {step} training steps")
+    table.add_column("score", justify="right")
+    for name, value in scores.items():
+        table.add_row(name.split("/", 2)[2], f"{value:.3f}")
+    console.print(table)
+    return scores
+
+
+def _load_checkpoint(team: Sequence[Agent], workdir: str) -> int:
+    if not pathlib.Path(workdir, "checkpoints").is_dir():
+        raise DataError(f"no checkpoints in {workdir}: give the workdir of a training run, or none")
+    learners = [agent for agent in team if agent.config.trainable]
+    with Checkpointer(workdir, read_only=True) as checkpointer:
+        saved = checkpointer.restore({agent.name: agent.abstract_state() for agent in learners})
+    if saved is None:
+        raise DataError(f"no checkpoint in {workdir} yet: wait for the first training step to end")
+    for agent in learners:
+        agent.set_params(saved.state[agent.name].params)
+    return saved.step

@@ -77,9 +77,9 @@ class Setup:
                 prompter.attempt(problem)
         return cls(config, files, mesh)
 
-    def team(self) -> list[Agent]:
-        """Loads the weights."""
-        return build_team(self.config, self.files, self.mesh)
+    def team(self, *, learn: bool = True) -> list[Agent]:
+        """Loads the weights; see `build_team`."""
+        return build_team(self.config, self.files, self.mesh, learn=learn)
 
 
 def training_sampling(config: FrozenConfigDict) -> SamplingParams:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import pathlib
 import time
 from collections import defaultdict
@@ -178,8 +177,7 @@ class Trainer:
         self.checkpointer.save(self.step, {agent.name: agent.state for agent in self.learners}, meta, host)
 
     def _restore(self) -> int:
-        target = {agent.name: agent.state for agent in self.learners}
-        saved = self.checkpointer.restore(jax.tree.map(_abstract, target))
+        saved = self.checkpointer.restore({agent.name: agent.abstract_state() for agent in self.learners})
         if saved is None:
             return 0
         check_resumable(saved.meta["config"], self.config.to_dict())
@@ -206,12 +204,7 @@ class Trainer:
         if best is not None:
             title = f"step {best['step']}, problem {best['problem']}"
             self.console.print(render_tree(best["nodes"], [a.name for a in self.team], title))
-        logging.getLogger(__name__).info("%d rollout programs compiled", compilations())
-
-
-def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-
+        
 
 def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Refuses to go on with a run under a config that would have made another one.
