@@ -1,0 +1,133 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from mars2_jax.errors import ModelError
+from mars2_jax.models.attention import rope_frequencies
+from mars2_jax.models.config import Llama3Rope, ModelConfig
+from mars2_jax.models.decoder import Decoder
+from mars2_jax.models.weights import abstract_decoder
+from tests.models.tiny import TINY, logits, tiny_decoder
+
+
+def test_later_tokens_do_not_change_earlier_logits():
+    decoder = tiny_decoder()
+    tokens = np.arange(10) % TINY.vocab_size
+    changed = tokens.copy()
+    changed[7:] = 60
+    np.testing.assert_array_equal(logits(decoder, tokens)[:7], logits(decoder, changed)[:7])
+    assert np.abs(logits(decoder, tokens)[7:] - logits(decoder, changed)[7:]).max() > 1e-3
+
+
+def test_segments_do_not_see_each_other():
+    decoder = tiny_decoder()
+    first, second = np.array([3, 4, 5]), np.array([6, 7, 8, 9])
+    packed = jnp.asarray(np.concatenate([first, second]))[None]
+    positions = jnp.asarray([[0, 1, 2, 0, 1, 2, 3]])
+    segments = jnp.asarray([[1, 1, 1, 2, 2, 2, 2]])
+    together = decoder.logits(decoder(packed, positions=positions, segment_ids=segments))[0]
+    np.testing.assert_allclose(together[:3], logits(decoder, first), atol=1e-5)
+    np.testing.assert_allclose(together[3:], logits(decoder, second), atol=1e-5)
+
+
+def test_only_relative_positions_matter():
+    decoder = tiny_decoder()
+    tokens = jnp.asarray([[5, 6, 7, 8]])
+    near = decoder(tokens, positions=jnp.arange(4)[None])
+    far = decoder(tokens, positions=jnp.arange(4)[None] + 100)
+    np.testing.assert_allclose(near, far, atol=1e-4)
+
+
+def test_rope_theta_is_used():
+    other = dataclasses.replace(TINY, rope_theta=10.0)
+    params = nnx.state(tiny_decoder())
+    tokens = np.arange(8)
+    a = logits(nnx.merge(nnx.graphdef(Decoder(TINY, nnx.Rngs(0))), params), tokens)
+    b = logits(nnx.merge(nnx.graphdef(Decoder(other, nnx.Rngs(0))), params), tokens)
+    assert np.abs(a - b).max() > 1e-2
+
+
+@pytest.mark.parametrize("remat", ["none", "layer"])
+def test_remat_changes_no_gradient(remat):
+    graphdef, params = nnx.split(tiny_decoder(scale=1.0))
+    tokens = jnp.arange(6)[None]
+
+    def loss(params, remat):
+        return (nnx.merge(graphdef, params)(tokens, remat=remat) ** 2).sum()
+
+    expected = jax.grad(lambda p: loss(p, "none"))(params)
+    got = jax.grad(lambda p: loss(p, remat))(params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), expected, got)
+
+
+@pytest.mark.parametrize(
+    "change", [{}, {"tied_embeddings": False}, {"qkv_bias": True}, {"qk_norm": True}, {"kv_heads": 4}]
+)
+def test_parameter_count(change):
+    config = dataclasses.replace(TINY, **change)
+    params = nnx.state(Decoder(config, nnx.Rngs(0)))
+    assert sum(x.size for x in jax.tree.leaves(params)) == config.parameters
+
+
+def test_abstract_decoder_allocates_nothing():
+    params = nnx.state(abstract_decoder(dataclasses.replace(TINY, vocab_size=10**9)))
+    assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params))
+
+
+def test_llama3_rope_stretches_only_long_wavelengths():
+    base = dataclasses.replace(TINY, head_dim=64, rope_theta=500_000.0)
+    scaled = dataclasses.replace(base, rope_scaling=Llama3Rope(8.0, 1.0, 4.0, 8192))
+    plain, stretched = rope_frequencies(base), rope_frequencies(scaled)
+    wavelength = 2 * np.pi / plain
+    np.testing.assert_allclose(stretched[wavelength < 8192 / 4], plain[wavelength < 8192 / 4])
+    np.testing.assert_allclose(stretched[wavelength > 8192], plain[wavelength > 8192] / 8, rtol=1e-6)
+    between = (wavelength > 8192 / 4) & (wavelength < 8192)
+    assert between.any()
+    assert np.all((stretched[between] < plain[between]) & (stretched[between] > plain[between] / 8))
+
+
+def test_impossible_shapes_are_refused():
+    with pytest.raises(ModelError, match="5 query heads"):
+        dataclasses.replace(TINY, heads=5)
+    with pytest.raises(ModelError, match="odd"):
+        dataclasses.replace(TINY, head_dim=7)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
+        ({"model_type": "llama", "hidden_act": "gelu"}, "hidden_act"),
+        ({"model_type": "mistral", "sliding_window": 4096}, "sliding window"),
+        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias"),
+        ({"model_type": "qwen2", "vocab_size": 1}, "lacks the key"),
+    ],
+)
+def test_unsupported_checkpoints_are_refused(tmp_path, raw, message):
+    import json
+
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ModelError, match=message):
+        ModelConfig.from_hf(tmp_path)
+
+
+def test_unknown_rope_type_is_refused(tmp_path):
+    import json
+
+    raw = dict(
+        model_type="llama",
+        vocab_size=8,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        intermediate_size=8,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4},
+    )
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ModelError, match="rope type 'yarn'"):
+        ModelConfig.from_hf(tmp_path)

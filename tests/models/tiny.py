@@ -1,0 +1,26 @@
+"""Small random models, and checkpoints of them that Hugging Face transformers writes."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import nnx
+
+from mars2_jax.models.config import ModelConfig
+from mars2_jax.models.decoder import Decoder
+
+TINY = ModelConfig(
+    vocab_size=64, embed_dim=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp_dim=48, tied_embeddings=True
+)
+
+
+def tiny_decoder(seed: int = 0, config: ModelConfig = TINY, scale: float = 4.0) -> Decoder:
+    """A random decoder. Weights are scaled up so that its distributions are far from uniform."""
+    decoder = Decoder(config, nnx.Rngs(seed))
+    graphdef, params = nnx.split(decoder)
+    params = nnx.map_state(lambda path, x: x.replace(x[...] * scale) if x[...].ndim > 1 else x, params)
+    return nnx.merge(graphdef, params)
+
+
+def logits(decoder: Decoder, tokens) -> jnp.ndarray:
+    """[length, vocab] of one sequence."""
+    return decoder.logits(decoder(jnp.asarray(tokens, jnp.int32)[None]))[0]
