@@ -12,6 +12,8 @@ from mars2_jax.search.forest import Expansion, Forest, empty, observe, reserve, 
 from mars2_jax.search.select import select
 from tests.search.peer import Tell, forest_of, treequest_of
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 AGENTS, NODES = 2, 8
 COPIES = 20_000  # one number, so that each case compiles once
 CASES = [(order, posterior) for order in ("agent_first", "node_first") for posterior in ("beta", "gaussian")]
