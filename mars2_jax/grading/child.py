@@ -14,7 +14,6 @@ import atexit
 import builtins
 import gc
 import importlib
-import io
 import linecache
 import marshal
 import os
@@ -92,11 +91,8 @@ def function(code: bytes, source: str, entry_point: str) -> int:
 
 
 def _as_program(code: bytes, source: str, name: str, then: Callable[[types.ModuleType], None]) -> int:
-    sys.stdin, sys.stdout, sys.stderr = (
-        io.TextIOWrapper(os.fdopen(fd, "rb" if fd == 0 else "wb"), "utf-8", errors, line_buffering=fd == 2)
-        for fd, errors in ((0, "surrogateescape"), (1, "surrogateescape"), (2, "backslashreplace"))
-    )
-    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
+    # The interpreter's own stdin, stdout and stderr are at hand: nothing has been read or written through them, and
+    # their descriptors lead to this test's pipes by now.
     sys.argv = [_PROGRAM]
     module = types.ModuleType(name)
     module.__dict__["__builtins__"] = builtins

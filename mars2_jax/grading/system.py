@@ -24,6 +24,8 @@ __all__ = [
 ]
 
 _libc = ctypes.CDLL(None, use_errno=True)
+for _name in ("capset", "mount", "prctl", "umount2", "unshare"):
+    getattr(_libc, _name)  # Looked up and kept once, not in every fork.
 _CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWPID = 0x00020000, 0x08000000, 0x20000000
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_PRIVATE = 2, 4, 8, 0x4000, 0x40000
 _MNT_DETACH = 2
