@@ -47,9 +47,13 @@ def _forward(logits, target, entropy_gradient):
     top = logits.max(-1, keepdims=True)
     shifted = logits - top
     exponential = jnp.exp(shifted)
-    total = exponential.sum(-1)
+    # Σ exp(x) and Σ x exp(x) in one pass over the vocabulary: as two sums, XLA takes every exponential twice.
+    zero = jnp.zeros((), logits.dtype)
+    total, weighted = jax.lax.reduce(
+        (exponential, exponential * shifted), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), (logits.ndim - 1,)
+    )
     log_total = jnp.log(total)
-    entropy = log_total - (exponential * shifted).sum(-1) / total
+    entropy = log_total - weighted / total
     logprob = jnp.take_along_axis(shifted, target[..., None], axis=-1)[..., 0] - log_total
     return (logprob, entropy), (logits, target, top[..., 0] + log_total, entropy)
 

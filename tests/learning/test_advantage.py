@@ -127,14 +127,16 @@ def test_shaping_changes_the_advantages():
     assert np.abs(mars2 - grpo).max() > 0.1
 
 
-@pytest.mark.parametrize("value", [0.0, 1.0, 0.1, 1 / 3, 0.7])
 @pytest.mark.parametrize("group", ["tree", "tree_agent"])
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
-def test_equal_rewards_give_exact_zeros(value, group, baseline):
-    reward = np.full(9, value, np.float32)
-    config = _config(group=group, baseline=baseline, gamma=0.3, lam=0.7)
-    got = _advantages(reward, GOLDEN_PARENT, GOLDEN_AGENT, GOLDEN_GRADED, config).advantage
-    assert not np.any(got)
+def test_equal_rewards_give_exact_zeros(group, baseline):
+    # The mean of five equal siblings is off by a rounding for some of these values, and so are the shaped rewards.
+    config = _config(group=group, baseline=baseline)
+    reward = np.repeat(np.linspace(0, 1, 50, dtype=np.float32)[:, None], 9, axis=1)
+    parent = np.tile(np.array([-1, 0, 0, 1, 1, 1, 1, 1, 1], np.int32), (50, 1))
+    got = _advantages(reward, parent, np.tile(GOLDEN_AGENT, (50, 1)), parent >= 0, config)
+    assert np.ptp(np.asarray(got.shaped)[:, 1:], axis=1).any(), "nothing was rounded: the test shows nothing"
+    assert not np.any(got.advantage)
 
 
 @given(tree=trees(), shift=st.sampled_from([-1.0, 0.5, 3.0]))
