@@ -23,10 +23,10 @@ def get_config():
         "coder": _agent("You write short, correct Python functions."),
         "tester": _agent("You think of edge cases and write Python functions that handle them."),
     }
-    config.data.problems_per_step = 4
+    config.data.problems_per_step = 6
     config.data.difficulty = "easy"
     config.search.nodes = 8
-    config.rollout.slots = 16
+    config.rollout.slots = 8
     config.rollout.max_prompt_tokens = 512
     config.rollout.max_new_tokens = 96
     config.learning.train_batch_size = 8

@@ -155,7 +155,7 @@ class Engine:
         for slot, running in enumerate(self._running):
             if running is None:
                 continue
-            count = int(out.count[slot])
+            count = int(out.emitted[slot])
             self.decoded_tokens += count
             running.tokens.append(out.token[slot, :count])
             running.logprobs.append(out.logprob[slot, :count])
@@ -217,8 +217,8 @@ class Engine:
         for slot, request in admitted:
             if len(request.prompt) > 1:
                 entries, row = self._memory[request.prompt.astype(np.int32).tobytes()]
-                self._reserve(entries[0][0].shape[2])
-                self._cache = programs.insert(self._cache, entries, np.full(1, row), np.full(1, slot))
+                self._reserve(entries[0].value.shape[2])
+                self._cache = programs.insert(self._cache, entries, np.int32(row), np.int32(slot))
             sampling = request.sampling
             slots.token[slot] = request.prompt[-1]
             slots.length[slot] = len(request.prompt) - 1

@@ -40,12 +40,12 @@ class Slots(NamedTuple):
 
 
 class Emitted(NamedTuple):
-    """Tokens of one decode call. Column j of a slot is valid while j < count."""
+    """Tokens of one decode call. Column j of a slot is valid while j < emitted."""
 
     token: Int[Array, "slots chunk"]
     logprob: Float[Array, "slots chunk"]
     score: Float[Array, "slots chunk"]
-    count: Int[Array, " slots"]
+    emitted: Int[Array, " slots"]
     stopped: Bool[Array, " slots"]
 
 
@@ -57,21 +57,20 @@ def prefill(graphdef: Any, params: nnx.State, tokens: Int[Array, "prompts length
     mask = causal_mask(positions)
 
     def attend(_, query, key, value):
-        kept = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
-        return attention(query, key, value, mask), kept
+        return attention(query, key, value, mask), kv.layer_cache(key, value)
 
     _, kept = decoder.run(tokens, positions, attend)
     return tuple(kept)
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
-def insert(cache: kv.KeyValues, prompt: kv.KeyValues, row: Int[Array, " copies"], slot: Int[Array, " copies"]):
+def insert(cache: kv.KeyValues, prompt: kv.KeyValues, row: Int[Array, ""], slot: Int[Array, ""]) -> kv.KeyValues:
     """See `models.cache.insert`."""
     return kv.insert(cache, prompt, row, slot)
 
 
 @functools.partial(jax.jit, static_argnames="length")
-def grow(cache: kv.KeyValues, length: int):
+def grow(cache: kv.KeyValues, length: int) -> kv.KeyValues:
     """See `models.cache.grow`."""
     return kv.grow(cache, length)
 
@@ -90,48 +89,45 @@ def decode(
     `stop_ids` is padded with -1. A slot stops at a stop token (which is emitted) or at its budget.
     """
     decoder = nnx.merge(graphdef, params)
-    count, past_length = slots.token.shape[0], cache[0][0].shape[2]
-    past_mask = (jnp.arange(past_length) < slots.length[:, None])[:, None, None]
+    rows, room = slots.token.shape[0], cache[0].value.shape[2]
     blank = Emitted(
-        token=jnp.zeros((count, chunk), jnp.int32),
-        logprob=jnp.zeros((count, chunk), jnp.float32),
-        score=jnp.zeros((count, chunk), jnp.float32),
-        count=jnp.zeros((count,), jnp.int32),
-        stopped=jnp.zeros((count,), bool),
+        token=jnp.zeros((rows, chunk), jnp.int32),
+        logprob=jnp.zeros((rows, chunk), jnp.float32),
+        score=jnp.zeros((rows, chunk), jnp.float32),
+        emitted=jnp.zeros((rows,), jnp.int32),
+        stopped=jnp.zeros((rows,), bool),
     )
-    recent = kv.empty(decoder.config, count, chunk, cache[0][0].dtype)
 
-    def step(carry):
-        j, recent, token, active, out = carry
-        recent_mask = (jnp.arange(chunk) <= j)[None, None, None]
+    def step(carry: tuple[Array, kv.KeyValues, Slots, Emitted]) -> tuple[Array, kv.KeyValues, Slots, Emitted]:
+        j, cache, slots, out = carry
+        mask = (jnp.arange(room) <= slots.length[:, None])[:, None, None]
 
         def attend(layer, query, key, value):
-            new = tuple(
-                jax.lax.dynamic_update_slice(old, fresh.transpose(0, 2, 1, 3), (0, 0, j, 0))
-                for old, fresh in zip(recent[layer], (key, value), strict=True)
-            )
-            return kv.cached_attention(query, cache[layer], new, past_mask, recent_mask), new
+            longer = kv.append(cache[layer], key, value, slots.length)
+            return kv.cached_attention(query, longer, mask), longer
 
-        hidden, layers = decoder.run(token[:, None], (slots.length + j)[:, None], attend)
-        made = slots.made + j
-        drawn, logprob, score = sample(decoder.logits(hidden[:, 0]), slots.key, made, slots.sampler)
-        stop = (drawn[:, None] == stop_ids).any(-1)
+        hidden, longer = decoder.run(slots.token[:, None], slots.length[:, None], attend)
+        token, logprob, score = sample(decoder.logits(hidden[:, 0]), slots.key, slots.made, slots.sampler)
+        stop = (token[:, None] == stop_ids).any(-1)
         write = lambda old, new: jax.lax.dynamic_update_slice(old, new[:, None], (0, j))  # noqa: E731
         out = Emitted(
-            token=write(out.token, drawn),
+            token=write(out.token, token),
             logprob=write(out.logprob, logprob),
             score=write(out.score, score),
-            count=out.count + active,
-            stopped=out.stopped | (active & stop),
+            emitted=out.emitted + slots.active,
+            stopped=out.stopped | (slots.active & stop),
         )
-        active = active & ~stop & (made + 1 < slots.budget)
-        return j + 1, tuple(layers), drawn, active, out
+        made = slots.made + slots.active
+        slots = slots._replace(
+            token=token,
+            length=slots.length + slots.active,
+            made=made,
+            active=slots.active & ~stop & (made < slots.budget),
+        )
+        return j + 1, tuple(longer), slots, out
 
-    start = (jnp.int32(0), recent, slots.token, slots.active, blank)
-    steps, recent, token, active, out = jax.lax.while_loop(lambda c: (c[0] < chunk) & c[3].any(), step, start)
-    # Only slots that are still active matter from here on, and those were active in every step.
-    cache = kv.merge(cache, recent, slots.length)
-    slots = slots._replace(token=token, length=slots.length + steps, made=slots.made + steps, active=active)
+    start = (jnp.int32(0), cache, slots, blank)
+    _, cache, slots, out = jax.lax.while_loop(lambda c: (c[0] < chunk) & c[2].active.any(), step, start)
     return cache, slots, out
 
 
