@@ -27,10 +27,14 @@ def get_config():
     config.data.difficulty = "easy"
     config.search.nodes = 8
     config.rollout.slots = 8
-    config.rollout.max_prompt_tokens = 512
+    config.rollout.chunk = 8
+    config.rollout.max_prompt_tokens = 256
+    # A small model goes on talking after its program: stop where the fenced block closes.
+    config.rollout.stop = ("\n```\n",)
     config.rollout.max_new_tokens = 96
     config.learning.train_batch_size = 8
     config.learning.micro_batch_size = 4
     config.training.steps = 2
-    config.eval.limit = 8
+    config.eval.limit = 12
+    config.eval.search_nodes = 4
     return config

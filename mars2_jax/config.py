@@ -95,6 +95,8 @@ def default_config() -> ConfigDict:
                 top_k=0,
                 top_p=1.0,
                 min_p=0.0,
+                # Strings that end a response, the end-of-turn tokens apart.
+                stop=(),
             ),
             prompts=dict(
                 # What a refinement prompt tells about the failure: "summary" or "detailed".
@@ -238,7 +240,13 @@ _RANGES: dict[str, tuple[str, float | None, float | None, str]] = {
     "agents.*.optimizer.max_grad_norm": ("(", 0, None, ")"),
 }
 
-_TYPES = {bool: "True or False", int: "a whole number", float: "a number", str: "a string"}
+_TYPES = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+    tuple: "a tuple of strings",
+}
 
 
 def validate(config: ConfigDict) -> None:
@@ -318,6 +326,8 @@ def _check_value(name: str, value: Any, default: Any) -> None:
     right = isinstance(value, int | float) if wanted is float else isinstance(value, wanted)
     if not right or (isinstance(value, bool) and wanted is not bool):
         raise ConfigError(f"config.{name} must be {describe_type(default)}, is {value!r}")
+    if wanted is tuple and not all(isinstance(item, str) and item for item in value):
+        raise ConfigError(f"config.{name} must be a tuple of strings that are not empty, is {value!r}")
     if wanted is float and not math.isfinite(value):
         raise ConfigError(f"config.{name} must be finite, is {value}")
     pattern = re.sub(r"^agents\.[^.]+", "agents.*", name)

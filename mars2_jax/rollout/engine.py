@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from mars2_jax.errors import PromptTooLong
 from mars2_jax.models import cache as kv
@@ -32,23 +32,35 @@ def length_bucket(length: int, smallest: int = 64) -> int:
 
 @dataclasses.dataclass
 class _Running:
-    """A request in a slot, and the tokens it has so far."""
+    """A request in a slot, and what it has so far."""
 
     request: Request
     order: int
-    tokens: list[np.ndarray] = dataclasses.field(default_factory=list)
-    logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)
-    scores: list[np.ndarray] = dataclasses.field(default_factory=list)
+    tokens: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+    logprobs: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.float32))
+    scores: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.float32))
+
+    def extend(self, tokens: np.ndarray, logprobs: np.ndarray, scores: np.ndarray) -> None:
+        self.tokens = np.concatenate([self.tokens, tokens])
+        self.logprobs = np.concatenate([self.logprobs, logprobs])
+        self.scores = np.concatenate([self.scores, scores])
+
+    def cut(self, detokenize: Callable[[np.ndarray], str], new: int) -> bool:
+        """Cuts the response after the token that completes a stop string, if one of the `new` last tokens does."""
+
+        def stopped(count: int) -> bool:
+            text = detokenize(self.tokens[:count])
+            return any(stop in text for stop in self.request.sampling.stop)
+
+        if not stopped(len(self.tokens)):
+            return False
+        count = next(n for n in range(len(self.tokens) - new + 1, len(self.tokens) + 1) if stopped(n))
+        self.tokens, self.logprobs, self.scores = self.tokens[:count], self.logprobs[:count], self.scores[:count]
+        return True
 
     def completion(self, finish: Finish) -> Completion:
-        join = lambda parts, dtype: np.concatenate([*parts, np.zeros(0, dtype)]).astype(dtype)  # noqa: E731
         return Completion(
-            id=self.request.id,
-            prompt=self.request.prompt,
-            tokens=join(self.tokens, np.int32),
-            logprobs=join(self.logprobs, np.float32),
-            scores=join(self.scores, np.float32),
-            finish=finish,
+            self.request.id, self.request.prompt, self.tokens, self.logprobs, self.scores, finish
         )
 
 
@@ -65,6 +77,7 @@ class Engine:
       chunk: tokens a slot decodes in one call.
       capacity: longest sequence (prompt and response) in tokens.
       stop_ids: tokens that end a response.
+      detokenize: token ids to text, for requests with stop strings.
       prompt_memory: prefilled prompts kept for reuse.
     """
 
@@ -79,12 +92,17 @@ class Engine:
         chunk: int,
         capacity: int,
         stop_ids: Sequence[int],
+        detokenize: Callable[[np.ndarray], str] | None = None,
         prompt_memory: int = 32,
     ):
         self._graphdef, self._params = nnx.split(decoder)
         self._config, self._dtype = decoder.config, decoder.dtype
         self._chunk, self.capacity = chunk, capacity
-        self._stop_ids = jnp.asarray([*stop_ids] or [-1], jnp.int32)
+        # Everything lies where the weights lie, from the start: a program is compiled anew for arguments that are not
+        # placed yet.
+        self._placement = _beside(self._params)
+        self._stop_ids = jax.device_put(np.asarray([*stop_ids] or [-1], np.int32), self._placement)
+        self._detokenize = detokenize
         self._memory_size = prompt_memory
         self._memory: collections.OrderedDict[bytes, tuple[kv.KeyValues, int]] = collections.OrderedDict()
         self._queue: collections.deque[tuple[int, Request]] = collections.deque()
@@ -94,7 +112,7 @@ class Engine:
         self.decoded_tokens = 0
         self._cache_length = 0
         self._cache: Any = None
-        self._slots = _empty_slots(slots)
+        self._slots = jax.device_put(_empty_slots(slots), self._placement)
 
     def set_params(self, params: nnx.State) -> None:
         """Decodes with other weights of the same model from now on.
@@ -127,7 +145,8 @@ class Engine:
 
         Raises:
           PromptTooLong: the prompt and the budget together pass the engine's capacity.
-          ValueError: an empty prompt, or a token that the vocabulary does not have.
+          ValueError: an empty prompt, a token that the vocabulary does not have, or stop strings for an engine that
+            cannot read text.
         """
         length, budget = len(request.prompt), request.sampling.max_new_tokens
         if length == 0:
@@ -139,6 +158,8 @@ class Engine:
             )
         if not (0 <= request.prompt.min() and request.prompt.max() < self._config.vocab_size):
             raise ValueError(f"request {request.id}: token ids must lie in [0, {self._config.vocab_size})")
+        if request.sampling.stop and self._detokenize is None:
+            raise ValueError(f"request {request.id} has stop strings: give the engine a detokenize function")
         self._queue.append((self._submitted, request))
         self._submitted += 1
 
@@ -151,18 +172,22 @@ class Engine:
             self._graphdef, self._params, self._cache, self._slots, self._stop_ids, self._chunk
         )
         out, active = jax.device_get((out, self._slots.active))
+        still_active = np.array(active)
         done = []
         for slot, running in enumerate(self._running):
             if running is None:
                 continue
-            count = int(out.emitted[slot])
-            self.decoded_tokens += count
-            running.tokens.append(out.token[slot, :count])
-            running.logprobs.append(out.logprob[slot, :count])
-            running.scores.append(out.score[slot, :count])
-            if not active[slot]:
-                done.append((running.order, running.completion("stop" if out.stopped[slot] else "length")))
-                self._running[slot] = None
+            new = int(out.emitted[slot])
+            running.extend(out.token[slot, :new], out.logprob[slot, :new], out.score[slot, :new])
+            finish: Finish | None = None if active[slot] else "stop" if out.stopped[slot] else "length"
+            if running.request.sampling.stop and running.cut(self._detokenize, new):
+                finish = "stop"
+            self.decoded_tokens += new
+            if finish is not None:
+                done.append((running.order, running.completion(finish)))
+                self._running[slot], still_active[slot] = None, False
+        if (still_active != active).any():
+            self._slots = self._slots._replace(active=jax.device_put(still_active, self._placement))
         return [completion for _, completion in sorted(done, key=lambda d: d[0])]
 
     def _admit(self) -> None:
@@ -183,7 +208,8 @@ class Engine:
         """Makes the cache long enough. It never shrinks while in use: a shorter one would be one more program."""
         length = length_bucket(length)
         if self._cache is None:
-            self._cache = kv.empty(self._config, len(self._running), length, self._dtype)
+            empty = kv.empty(self._config, len(self._running), length, self._dtype)
+            self._cache = jax.device_put(empty, self._placement)
         elif length > self._cache_length:
             self._cache = programs.grow(self._cache, length)
         else:
@@ -207,7 +233,7 @@ class Engine:
             for row, (_, prompt) in enumerate(batch):
                 tokens[row, : len(prompt) - 1] = prompt[:-1]
                 self.prefilled_tokens += len(prompt) - 1
-            entries = programs.prefill(self._graphdef, self._params, jnp.asarray(tokens))
+            entries = programs.prefill(self._graphdef, self._params, jax.device_put(tokens, self._placement))
             for row, (key, _) in enumerate(batch):
                 self._memory[key] = (entries, row)
 
@@ -230,24 +256,30 @@ class Engine:
             slots.sampler.top_k[slot] = sampling.top_k
             slots.sampler.top_p[slot] = sampling.top_p
             slots.sampler.min_p[slot] = sampling.min_p
-        self._slots = jax.tree.map(jnp.asarray, slots)
+        self._slots = jax.device_put(slots, self._placement)
         while len(self._memory) > self._memory_size:
             self._memory.popitem(last=False)
 
 
+def _beside(params: nnx.State) -> Sharding:
+    """A copy on every device that holds the weights."""
+    sharding = jax.tree.leaves(params)[0].sharding
+    return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
+
+
 def _empty_slots(count: int) -> programs.Slots:
-    zeros = lambda dtype: jnp.zeros((count,), dtype)  # noqa: E731
+    zeros = lambda dtype: np.zeros((count,), dtype)  # noqa: E731
     return programs.Slots(
-        token=zeros(jnp.int32),
-        length=zeros(jnp.int32),
-        made=zeros(jnp.int32),
-        budget=zeros(jnp.int32),
+        token=zeros(np.int32),
+        length=zeros(np.int32),
+        made=zeros(np.int32),
+        budget=zeros(np.int32),
         active=zeros(bool),
-        key=jnp.zeros((count, 2), jnp.uint32),
+        key=np.zeros((count, 2), np.uint32),
         sampler=SamplerRows(
-            temperature=jnp.ones((count,), jnp.float32),
-            top_k=zeros(jnp.int32),
-            top_p=jnp.ones((count,), jnp.float32),
-            min_p=zeros(jnp.float32),
+            temperature=np.ones((count,), np.float32),
+            top_k=zeros(np.int32),
+            top_p=np.ones((count,), np.float32),
+            min_p=zeros(np.float32),
         ),
     )

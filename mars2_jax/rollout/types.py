@@ -14,7 +14,7 @@ Finish = Literal["stop", "length", "abort"]
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn. All of it is traced: no value here causes a compilation.
+    """How tokens are drawn. Nothing here is baked into a program: no value causes a compilation.
 
     Attributes:
       temperature: 0 is greedy.
@@ -22,6 +22,8 @@ class SamplingParams:
       top_p: keep the smallest set of most likely tokens whose mass reaches top_p; 1 keeps all.
       min_p: drop tokens less likely than min_p times the most likely one; 0 drops none.
       max_new_tokens: budget of the response; the stop token counts.
+      stop: strings that end a response once its text holds one of them. The tokens up to and with the one that
+        completes the string are kept.
     """
 
     temperature: float = 1.0
@@ -29,12 +31,15 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     max_new_tokens: int = 256
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not (self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1 and 0 <= self.min_p < 1):
             raise ValueError(f"sampling parameters out of range: {self}")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, is {self.max_new_tokens}")
+        if not all(self.stop):
+            raise ValueError("an empty stop string would end every response before it begins")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +71,7 @@ class Completion:
       logprobs: float32[R], log-probability of each token under the distribution it was drawn from (temperature and
         filters included; for greedy decoding under temperature 1).
       scores: float32[R], log-probability of each token under the model itself (temperature 1, no filter).
-      finish: "stop" (an end token), "length" (the budget or the cache ended), "abort".
+      finish: "stop" (an end token or a stop string), "length" (the budget or the cache ended), "abort".
     """
 
     id: int

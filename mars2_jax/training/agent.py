@@ -96,6 +96,7 @@ class Agent:
             chunk=rollout.chunk,
             capacity=rollout.max_prompt_tokens + rollout.max_new_tokens,
             stop_ids=model.tokenizer.stop_ids,
+            detokenize=model.tokenizer.decode,
         )
         if config.trainable:
             self.learner = Learner.create(

@@ -85,9 +85,12 @@ class Setup:
 def training_sampling(config: FrozenConfigDict) -> SamplingParams:
     """How responses are drawn in training and in test-time search."""
     r = config.rollout
-    return SamplingParams(r.temperature, r.top_k, r.top_p, r.min_p, r.max_new_tokens)
+    return SamplingParams(r.temperature, r.top_k, r.top_p, r.min_p, r.max_new_tokens, tuple(r.stop))
 
 
 def evaluation_sampling(config: FrozenConfigDict) -> SamplingParams:
     """How the single answers behind Pass@1 are drawn: at the evaluation's temperature, unfiltered."""
-    return SamplingParams(temperature=config.eval.temperature, max_new_tokens=config.rollout.max_new_tokens)
+    rollout = config.rollout
+    return SamplingParams(
+        temperature=config.eval.temperature, max_new_tokens=rollout.max_new_tokens, stop=tuple(rollout.stop)
+    )

@@ -1,0 +1,212 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from mars2_jax.errors import PromptTooLong
+from mars2_jax.rollout import programs
+from mars2_jax.rollout.engine import Engine
+from mars2_jax.rollout.types import Request, SamplingParams
+from tests.models.tiny import TINY, logits, tiny_decoder
+
+STOPS = (0, 1)
+CAPACITY = 96
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    return tiny_decoder()
+
+
+def engine(decoder, slots=8, chunk=4, **options) -> Engine:
+    return Engine(decoder, slots=slots, chunk=chunk, capacity=CAPACITY, stop_ids=STOPS, **options)
+
+
+def request(i, length=5, seed=None, **sampling) -> Request:
+    rng = np.random.default_rng(1000 + (i if seed is None else seed))
+    prompt = rng.integers(2, TINY.vocab_size, length).astype(np.int32)
+    return Request(i, prompt, np.asarray([7, i], np.uint32), SamplingParams(**{"max_new_tokens": 12} | sampling))
+
+
+def run(engine, requests) -> dict:
+    for r in requests:
+        engine.submit(r)
+    done = {}
+    while engine.pending:
+        for completion in engine.step():
+            assert completion.id not in done
+            done[completion.id] = completion
+    assert set(done) == {r.id for r in requests}
+    return done
+
+
+SAMPLING = [
+    dict(temperature=0.0),
+    dict(temperature=1.0),
+    dict(temperature=1.0, top_p=0.95),
+    dict(temperature=0.8, top_k=50),
+    dict(temperature=1.0, min_p=0.05),
+]
+
+
+def test_tokens_do_not_depend_on_slot_neighbours_or_batch(decoder):
+    requests = [
+        request(i, length=1 + (7 * i) % 40, max_new_tokens=1 + (5 * i) % 30, **SAMPLING[i % len(SAMPLING)])
+        for i in range(32)
+    ]
+    together = run(engine(decoder), requests)
+    shuffled = [requests[i] for i in np.random.default_rng(0).permutation(32)]
+    again = run(engine(decoder, slots=5, chunk=7), shuffled)
+    alone = engine(decoder, slots=1)
+    for r in requests:
+        one = run(alone, [r])[r.id]
+        for other in (together[r.id], again[r.id]):
+            np.testing.assert_array_equal(one.tokens, other.tokens)
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+            assert one.finish == other.finish
+
+
+def test_scores_equal_a_fresh_forward_pass(decoder):
+    requests = [request(i, length=3 + i, max_new_tokens=16, temperature=0.7 + 0.1 * i) for i in range(6)]
+    for r in requests:
+        c = run(engine(decoder), [r])[r.id]
+        sequence = np.concatenate([c.prompt, c.tokens])
+        rows = logits(decoder, sequence)[len(c.prompt) - 1 : -1]
+        at = lambda x, c=c: np.asarray(jax.nn.log_softmax(x, axis=-1))[np.arange(len(c.tokens)), c.tokens]
+        np.testing.assert_allclose(c.scores, at(rows), atol=1e-4)
+        np.testing.assert_allclose(c.logprobs, at(rows / r.sampling.temperature), atol=1e-4)
+
+
+def test_greedy_equals_argmax_of_the_forward_pass(decoder):
+    r = request(3, length=9, temperature=0.0, max_new_tokens=20)
+    c = run(engine(decoder), [r])[3]
+    sequence = r.prompt.tolist()
+    for token in c.tokens:
+        assert token == int(np.argmax(logits(decoder, sequence)[-1]))
+        sequence.append(int(token))
+    assert c.finish == ("stop" if c.tokens[-1] in STOPS else "length")
+
+
+def test_stop_tokens_and_budgets(decoder):
+    done = run(engine(decoder), [request(i, temperature=1.5, max_new_tokens=1 + i) for i in range(40)])
+    assert {c.finish for c in done.values()} == {"stop", "length"}
+    for i, c in done.items():
+        assert 1 <= len(c.tokens) <= 1 + i
+        assert not set(c.tokens[:-1]) & set(STOPS)
+        assert (c.finish == "stop") == (c.tokens[-1] in STOPS)
+        if c.finish == "length":
+            assert len(c.tokens) == 1 + i
+
+
+def test_another_stop_set_needs_no_other_program_and_is_honoured(decoder):
+    r = request(5, temperature=0.0, max_new_tokens=30)
+    free = Engine(decoder, slots=2, chunk=4, capacity=CAPACITY, stop_ids=(63, 62))
+    long = run(free, [r])[5]
+    compiled = programs.compilations()
+    stop = int(long.tokens[4])
+    cut = run(Engine(decoder, slots=2, chunk=4, capacity=CAPACITY, stop_ids=(stop, 62)), [r])[5]
+    first = long.tokens.tolist().index(stop)
+    np.testing.assert_array_equal(cut.tokens, long.tokens[: first + 1])
+    assert programs.compilations() == compiled
+
+
+def test_stop_strings_cut_after_the_token_that_completes_them(decoder):
+    spell = lambda tokens: "".join(chr(ord("A") + t % 26) for t in tokens)
+    new = lambda: Engine(decoder, slots=4, chunk=4, capacity=CAPACITY, stop_ids=(), detokenize=spell)
+    r = request(5, temperature=1.0, max_new_tokens=30)
+    full = run(new(), [r])[5]
+    assert len(full.tokens) == 30
+    text = spell(full.tokens)
+    stop = text[5:7]
+    cut = request(5, temperature=1.0, max_new_tokens=30, stop=("~", stop))
+    c = run(new(), [cut, request(6)])[5]
+    assert c.finish == "stop"
+    assert spell(c.tokens) == text[: text.index(stop) + 2]
+    np.testing.assert_array_equal(c.tokens, full.tokens[: len(c.tokens)])
+    assert len(c.logprobs) == len(c.scores) == len(c.tokens)
+    with pytest.raises(ValueError, match="detokenize"):
+        engine(decoder).submit(cut)
+
+
+def test_finished_slots_are_refilled_and_prompts_prefilled_once(decoder):
+    e = engine(decoder, slots=2)
+    same = [request(i, length=20, seed=1) for i in range(6)]
+    run(e, same)
+    assert e.prefilled_tokens == 19
+    run(e, [request(10, length=20, seed=1)])
+    assert e.prefilled_tokens == 19
+    e.set_params(e.params)
+    run(e, [request(11, length=20, seed=1)])
+    assert e.prefilled_tokens == 38
+
+
+def test_siblings_of_one_prompt_differ_by_their_keys(decoder):
+    done = run(engine(decoder), [request(i, seed=1, temperature=1.0) for i in range(8)])
+    assert len({c.tokens.tobytes() for c in done.values()}) > 4
+
+
+def test_weights_take_effect_and_never_in_mid_flight(decoder):
+    e = engine(decoder)
+    before = run(e, [request(1, temperature=0.0)])[1]
+    e.submit(request(2))
+    other = nnx.state(tiny_decoder(seed=9))
+    with pytest.raises(RuntimeError, match="1 requests are open"):
+        e.set_params(other)
+    while e.pending:
+        e.step()
+    e.set_params(other)
+    after = run(e, [request(1, temperature=0.0)])[1]
+    assert before.tokens.tolist() != after.tokens.tolist()
+    expected = run(engine(tiny_decoder(seed=9)), [request(1, temperature=0.0)])[1]
+    np.testing.assert_array_equal(after.tokens, expected.tokens)
+
+
+def test_bad_requests_are_refused_and_leave_the_engine_as_it_was(decoder):
+    e = engine(decoder)
+    with pytest.raises(PromptTooLong, match="a prompt of 90 tokens with a budget of 12"):
+        e.submit(request(0, length=90))
+    with pytest.raises(ValueError, match="empty"):
+        e.submit(request(0, length=0))
+    with pytest.raises(ValueError, match="token ids"):
+        e.submit(Request(0, np.asarray([TINY.vocab_size], np.int32), np.zeros(2, np.uint32), SamplingParams()))
+    assert e.pending == 0 and e.step() == []
+    exact = request(0, length=CAPACITY - 12, temperature=0.0)
+    assert len(run(e, [exact])[0].tokens) > 0
+
+
+def test_a_full_cache_gives_the_same_tokens_as_a_roomy_one(decoder):
+    r = request(0, length=CAPACITY - 40, temperature=1.0, max_new_tokens=40)
+    tight = run(engine(decoder), [r])[0]
+    roomy = run(Engine(decoder, slots=3, chunk=4, capacity=400, stop_ids=STOPS), [request(1, length=300), r])[0]
+    np.testing.assert_array_equal(tight.tokens, roomy.tokens)
+
+
+def test_no_compilation_after_warm_up(decoder):
+    e = engine(decoder, slots=4)
+    mixed = lambda offset: [
+        request(offset + i, length=1 + (11 * i) % 60, max_new_tokens=1 + (7 * i) % 30, **SAMPLING[i % len(SAMPLING)])
+        for i in range(100)
+    ]
+    run(e, mixed(0))
+    compiled = programs.compilations()
+    run(e, mixed(1000))
+    assert programs.compilations() == compiled
+
+
+@pytest.mark.parametrize(
+    "bad", [dict(temperature=-1), dict(top_p=0.0), dict(top_p=1.1), dict(min_p=1.0), dict(top_k=-1), dict(stop=("",))]
+)
+def test_sampling_parameters_out_of_range(bad):
+    with pytest.raises(ValueError):
+        SamplingParams(**bad)
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        SamplingParams(max_new_tokens=0)
+
+
+def test_bfloat16_engine(decoder):
+    graphdef, params = nnx.split(decoder)
+    half = nnx.merge(graphdef, jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
+    half.dtype = jnp.bfloat16
+    c = run(engine(half), [request(0, temperature=1.0)])[0]
+    assert np.isfinite(c.logprobs).all() and c.logprobs.dtype == np.float32
