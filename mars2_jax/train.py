@@ -13,6 +13,7 @@ def main() -> None:
     config = command.load(_CONFIG)
     from mars2_jax.training.trainer import train
 
+    assert _WORKDIR.value is not None  # a required flag
     train(config, _WORKDIR.value)
 
 

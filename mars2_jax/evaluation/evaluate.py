@@ -124,4 +124,3 @@ def _with(search: ConfigDict, **changes) -> ConfigDict:
 def _require(judged: Sequence[object], who: str) -> None:
     if not judged:
         raise DataError(f"the grader failed on every program of {who}: run again, and look at what it printed")
-

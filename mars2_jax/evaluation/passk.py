@@ -38,5 +38,5 @@ def best_attempt(attempts: Iterable[Attempt]) -> Attempt | None:
     Nodes on which the grader failed are no candidates; None if there is no other.
     """
     candidates = [a for a in attempts if a.grade.verdict is not Verdict.INFRA]
-    score = lambda a: reward(a.grade, "fraction", "public") or 0.0  # noqa: E731
+    score = lambda a: reward(a.grade, "fraction", "public") or 0.0
     return min(candidates, key=lambda a: (-score(a), a.slot), default=None)

@@ -2,8 +2,8 @@
 
 Every weight is declared once, with its shape, its logical axes and its initializer; abstract tree, shardings and
 initialization follow from the declaration. Weights are stored [out, in], as checkpoints have them: XLA's CPU matmul is
-fastest that way at few rows, and other platforms choose their own layout. The layers know nothing of caches: `attend` says how a layer's queries
-meet keys and values, so that training, prefill and decoding run the same code.
+fastest that way at few rows, and other platforms choose their own layout. The layers know nothing of caches: `attend`
+says how a layer's queries meet keys and values, so that training, prefill and decoding run the same code.
 """
 
 from __future__ import annotations

@@ -8,26 +8,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from mars2_jax.errors import PromptTooLong
 from mars2_jax.models import cache as kv
+from mars2_jax.models.buckets import bucket
 from mars2_jax.models.decoder import Decoder
 from mars2_jax.rollout import programs
 from mars2_jax.rollout.sampling import SamplerRows
 from mars2_jax.rollout.types import Completion, Finish, Request
 
-__all__ = ["Engine", "length_bucket"]
+__all__ = ["Engine"]
 
 
-def length_bucket(length: int, smallest: int = 64) -> int:
-    """The smallest of 64, 96, 128, 192, 256, 384, ... that holds `length`: at most a third is padding."""
-    size = smallest
-    while size < length:
-        size = size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
-    return size
+_SHORTEST = 64
+"""Least length that a cache or a prefill is padded to, in tokens."""
 
 
 @dataclasses.dataclass
@@ -48,6 +46,9 @@ class _Running:
     def cut(self, detokenize: Callable[[np.ndarray], str], new: int) -> bool:
         """Cuts the response after the token that completes a stop string, if one of the `new` last tokens does."""
 
+        if not self.request.sampling.stop:
+            return False
+
         def stopped(count: int) -> bool:
             text = detokenize(self.tokens[:count])
             return any(stop in text for stop in self.request.sampling.stop)
@@ -59,9 +60,7 @@ class _Running:
         return True
 
     def completion(self, finish: Finish) -> Completion:
-        return Completion(
-            self.request.id, self.request.prompt, self.tokens, self.logprobs, self.scores, finish
-        )
+        return Completion(self.request.id, self.request.prompt, self.tokens, self.logprobs, self.scores, finish)
 
 
 class Engine:
@@ -126,7 +125,7 @@ class Engine:
         self._memory.clear()
 
     @property
-    def dtype(self):
+    def dtype(self) -> Any:
         """The type that it computes in."""
         return self._dtype
 
@@ -156,7 +155,7 @@ class Engine:
                 f"a prompt of {length} tokens with a budget of {budget} passes the cache of {self.capacity} tokens: "
                 "raise config.rollout.max_prompt_tokens or shorten the prompt"
             )
-        if not (0 <= request.prompt.min() and request.prompt.max() < self._config.vocab_size):
+        if request.prompt.min() < 0 or request.prompt.max() >= self._config.vocab_size:
             raise ValueError(f"request {request.id}: token ids must lie in [0, {self._config.vocab_size})")
         if request.sampling.stop and self._detokenize is None:
             raise ValueError(f"request {request.id} has stop strings: give the engine a detokenize function")
@@ -180,7 +179,7 @@ class Engine:
             new = int(out.emitted[slot])
             running.extend(out.token[slot, :new], out.logprob[slot, :new], out.score[slot, :new])
             finish: Finish | None = None if active[slot] else "stop" if out.stopped[slot] else "length"
-            if running.request.sampling.stop and running.cut(self._detokenize, new):
+            if self._detokenize is not None and running.cut(self._detokenize, new):
                 finish = "stop"
             self.decoded_tokens += new
             if finish is not None:
@@ -206,7 +205,7 @@ class Engine:
 
     def _reserve(self, length: int) -> None:
         """Makes the cache long enough. It never shrinks while in use: a shorter one would be one more program."""
-        length = length_bucket(length)
+        length = bucket(length, _SHORTEST)
         if self._cache is None:
             empty = kv.empty(self._config, len(self._running), length, self._dtype)
             self._cache = jax.device_put(empty, self._placement)
@@ -229,7 +228,7 @@ class Engine:
         while ordered:
             rows = self._PREFILL_ROWS if len(ordered) >= self._PREFILL_ROWS else 1
             batch, ordered = ordered[:rows], ordered[rows:]
-            tokens = np.zeros((rows, length_bucket(max(len(p) - 1 for _, p in batch))), np.int32)
+            tokens = np.zeros((rows, bucket(max(len(p) - 1 for _, p in batch), _SHORTEST)), np.int32)
             for row, (_, prompt) in enumerate(batch):
                 tokens[row, : len(prompt) - 1] = prompt[:-1]
                 self.prefilled_tokens += len(prompt) - 1
@@ -268,18 +267,20 @@ def _beside(params: nnx.State) -> Sharding:
 
 
 def _empty_slots(count: int) -> programs.Slots:
-    zeros = lambda dtype: np.zeros((count,), dtype)  # noqa: E731
+    def fill(value: int, dtype: Any) -> Any:
+        return np.full((count,), value, dtype)
+
     return programs.Slots(
-        token=zeros(np.int32),
-        length=zeros(np.int32),
-        made=zeros(np.int32),
-        budget=zeros(np.int32),
-        active=zeros(bool),
-        key=np.zeros((count, 2), np.uint32),
+        token=fill(0, np.int32),
+        length=fill(0, np.int32),
+        made=fill(0, np.int32),
+        budget=fill(0, np.int32),
+        active=fill(0, bool),
+        key=jnp.zeros((count, 2), jnp.uint32),
         sampler=SamplerRows(
-            temperature=np.ones((count,), np.float32),
-            top_k=zeros(np.int32),
-            top_p=np.ones((count,), np.float32),
-            min_p=zeros(np.float32),
+            temperature=fill(1, np.float32),
+            top_k=fill(0, np.int32),
+            top_p=fill(1, np.float32),
+            min_p=fill(0, np.float32),
         ),
     )

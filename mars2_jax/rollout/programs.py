@@ -109,7 +109,7 @@ def decode(
         hidden, longer = decoder.run(slots.token[:, None], slots.length[:, None], attend)
         token, logprob, score = sample(decoder.logits(hidden[:, 0]), slots.key, slots.made, slots.sampler)
         stop = (token[:, None] == stop_ids).any(-1)
-        write = lambda old, new: jax.lax.dynamic_update_slice(old, new[:, None], (0, j))  # noqa: E731
+        write = lambda old, new: jax.lax.dynamic_update_slice(old, new[:, None], (0, j))
         out = Emitted(
             token=write(out.token, token),
             logprob=write(out.logprob, logprob),
@@ -133,4 +133,5 @@ def decode(
 
 def compilations() -> int:
     """Programs compiled so far in this process, of all engines together."""
-    return sum(f._cache_size() for f in (prefill, insert, grow, decode))
+    programs: tuple[Any, ...] = (prefill, insert, grow, decode)
+    return sum(program._cache_size() for program in programs)

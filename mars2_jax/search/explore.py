@@ -20,7 +20,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,12 @@ class Grader(Protocol):
     """What a search asks of a grader: a ticket now, a grade later. Grading goes on between the calls."""
 
     def submit(
-        self, program: str, problem: Problem, *, stop_at_first_failure: bool = False, tests: str = "all"
+        self,
+        program: str,
+        problem: Problem,
+        *,
+        stop_at_first_failure: bool = False,
+        tests: Literal["all", "public"] = "all",
     ) -> int: ...
 
     def wait(self, ticket: int) -> Grade: ...

@@ -43,7 +43,6 @@ def refinement_messages(
     grade: Grade,
     *,
     feedback: Feedback = "detailed",
-    hidden_verdict: bool = False,
     max_program_chars: int = 4000,
     max_feedback_chars: int = 1000,
 ) -> list[Message]:
@@ -56,8 +55,6 @@ def refinement_messages(
       grade: its grade, of which only the public results are used.
       feedback: "summary" says right or wrong; "detailed" also shows the first public test that failed: its input, what
         was expected, what came out or the error.
-      hidden_verdict: also say whether any hidden test failed, and nothing else about them. Only for training, where
-        the hidden tests pay as well: at test time it would leak the answer's score into the search.
       max_program_chars: a longer program is cut in its middle, with a line that says so; 0 leaves it out.
       max_feedback_chars: the same for every input, output and error in the feedback.
     """
@@ -67,7 +64,7 @@ def refinement_messages(
         return _messages(role, "\n\n".join([*parts, _request(problem)]))
     if max_program_chars > 0:
         parts.append(f"A previous program:\n{_code(_cut(program.strip(), max_program_chars))}")
-    parts.append(_verdict_text(problem, grade, feedback, hidden_verdict, max_feedback_chars))
+    parts.append(_verdict_text(problem, grade, feedback, max_feedback_chars))
     return _messages(role, "\n\n".join([*parts, _request(problem, "improved ")]))
 
 
@@ -78,7 +75,6 @@ def refinement_candidates(
     grade: Grade,
     *,
     feedback: Feedback = "detailed",
-    hidden_verdict: bool = False,
 ) -> Iterator[list[Message]]:
     """Refinement prompts for the same program, each shorter than the one before.
 
@@ -92,7 +88,6 @@ def refinement_candidates(
             program,
             grade,
             feedback=feedback,
-            hidden_verdict=hidden_verdict,
             max_program_chars=program_chars,
             max_feedback_chars=feedback_chars,
         )
@@ -129,7 +124,7 @@ def _request(problem: Problem, adjective: str = "") -> str:
     return f"Write the whole {adjective}{what} in one ```python block."
 
 
-def _verdict_text(problem: Problem, grade: Grade, feedback: Feedback, hidden_verdict: bool, limit: int) -> str:
+def _verdict_text(problem: Problem, grade: Grade, feedback: Feedback, limit: int) -> str:
     results = zip(problem.public, grade.public, strict=False)  # a program that never ran has no results
     failed = [(test, result) for test, result in results if result is not None and result.verdict is not Verdict.PASS]
     if failed:
@@ -137,12 +132,6 @@ def _verdict_text(problem: Problem, grade: Grade, feedback: Feedback, hidden_ver
             return "It is wrong."
         test, result = failed[0]
         return _failure(test, result, problem.entry_point, limit)
-    if hidden_verdict and problem.hidden and not grade.hidden_pass:
-        if grade.public_pass:
-            return "It passes the shown tests but fails on others."
-        return "It is wrong."
-    if hidden_verdict and grade.hidden_pass:
-        return "It passes all tests. Keep what it does and make it simpler or faster if you can."
     if grade.public_pass:
         return "It passes the shown tests. Make sure that it is right for every other input as well."
     return "It may be wrong. Check it against the task and correct what is not right."

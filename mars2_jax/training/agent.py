@@ -135,9 +135,7 @@ class Agent:
             self.name, self.engine, self.tokenizer, make_prompter(self.name, self._run, self.tokenizer), sampling
         )
 
-    def remember(
-        self, written: list[tuple[TreeKey, int, Completion]], trees: dict[TreeKey, TreeArrays]
-    ) -> None:
+    def remember(self, written: list[tuple[TreeKey, int, Completion]], trees: dict[TreeKey, TreeArrays]) -> None:
         """Puts graded nodes that it wrote into its buffer, scored under its current and its reference weights.
 
         The current weights are those that wrote them: `lp_old` against the engine's own log-probabilities is the gap
@@ -200,13 +198,11 @@ def open_models(run: FrozenConfigDict) -> dict[str, ModelFile]:
             files[model.path] = ModelFile(model, longest)
         known = files[model.path]
         if (known.sha256, known.dtype) != (model.sha256, _dtype(model.dtype)):
-            raise ConfigError(f"agents name the model {model.path!r} with different checksums or types: make them equal")
+            raise ConfigError(f"agents name {model.path!r} with different model.sha256 or model.dtype: make them equal")
     return files
 
 
-def build_team(
-    run: FrozenConfigDict, files: dict[str, ModelFile], mesh: Mesh, *, learn: bool = True
-) -> list[Agent]:
+def build_team(run: FrozenConfigDict, files: dict[str, ModelFile], mesh: Mesh, *, learn: bool = True) -> list[Agent]:
     """Loads the models and makes the agents, in the order of their names in the config.
 
     Agents of one checkpoint start from equal weights, read once, and then go their own ways. `learn=False` makes no

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -53,8 +54,8 @@ class Buffer:
     def to_arrays(self) -> dict[str, np.ndarray]:
         """Everything as flat arrays, for a checkpoint: ragged ones joined, with their lengths."""
         samples, trees = self._samples, list(self._trees.items())
-        join = lambda parts, dtype: np.concatenate([*parts, np.zeros(0, dtype)]).astype(dtype)  # noqa: E731
-        arrays = {
+        join = lambda parts, dtype: np.concatenate([*parts, np.zeros(0, dtype)]).astype(dtype)
+        arrays: dict[str, np.ndarray] = {
             "tree": np.asarray([s.tree for s in samples], np.int64).reshape(-1, 2),
             "slot": np.asarray([s.slot for s in samples], np.int32),
             "prompt_length": np.asarray([len(s.prompt) for s in samples], np.int32),
@@ -87,7 +88,7 @@ class Buffer:
         prompts = split("prompt", arrays["prompt_length"])
         ragged = {name: split(name, arrays["response_length"]) for name in ("tokens", *_TOKEN_FIELDS)}
         for i, key in enumerate(arrays["tree"].tolist()):
-            fields = {name: values[i] for name, values in ragged.items()}
+            fields: dict[str, Any] = {name: values[i] for name, values in ragged.items()}
             if not arrays["has_reference"][i]:
                 fields["lp_ref"] = None
             buffer._samples.append(Sample(tree=tuple(key), slot=int(arrays["slot"][i]), prompt=prompts[i], **fields))

@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 
 from mars2_jax.errors import DataError
-
 from mars2_jax.evaluation.evaluate import evaluate_agent, evaluate_team
 from mars2_jax.search.explore import Grader
 from mars2_jax.tasks.problem import Problem

@@ -72,7 +72,7 @@ def tree_rows(
             attempt = attempts[slot]
             status = Status(int(forest.status[t, slot]))
             graded = status is Status.GRADED
-            number = lambda array, slot=slot, graded=graded: (  # noqa: E731
+            number = lambda array, slot=slot, graded=graded: (
                 float(array[slot]) if graded and array is not None else None
             )
             nodes.append(
@@ -116,7 +116,7 @@ def search_metrics(exploration: Exploration) -> dict[str, float]:
             "search/reward_mean": float(forest.reward[graded].mean()),
             "search/depth_mean": float(forest.depth[graded].mean()),
             "search/hidden_pass_rate": float(np.mean([g.hidden_pass for g in judged])),
-            "search/public_pass_rate": float(np.mean([g.public_pass for g in judged if g.public] or [0.0])),
+            "search/public_pass_rate": float(np.mean([g.public_pass for g in judged if g.public] or [False])),
         }
     return metrics
 

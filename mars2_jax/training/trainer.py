@@ -155,7 +155,7 @@ class Trainer:
         while len(agent.buffer) >= self.config.learning.train_batch_size:
             update, keys, advantages = agent.update(self.mesh)
             for i, key in enumerate(keys):
-                used[key] = (advantages.shaped[i], advantages.advantage[i])
+                used[key] = (np.asarray(advantages.shaped[i]), np.asarray(advantages.advantage[i]))
             for name, value in update.items():
                 collected[name].append(value)
         # Of the nodes of this step, not of those that were updated from: counted by the caller.
@@ -169,9 +169,7 @@ class Trainer:
 
     def _save(self) -> None:
         host = {
-            f"{agent.name}/{name}": array
-            for agent in self.learners
-            for name, array in agent.buffer.to_arrays().items()
+            f"{agent.name}/{name}": array for agent in self.learners for name, array in agent.buffer.to_arrays().items()
         }
         meta = {"config": self.config.to_dict(), "evaluations": self.evaluations}
         self.checkpointer.save(self.step, {agent.name: agent.state for agent in self.learners}, meta, host)
@@ -204,7 +202,7 @@ class Trainer:
         if best is not None:
             title = f"step {best['step']}, problem {best['problem']}"
             self.console.print(render_tree(best["nodes"], [a.name for a in self.team], title))
-        
+
 
 def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Refuses to go on with a run under a config that would have made another one.

@@ -3,7 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mars2_jax.learning.batch import Sample, TreeArrays, bucket, make_batch, make_rows
+from mars2_jax.learning.batch import Sample, TreeArrays, make_batch, make_rows
+from mars2_jax.models.buckets import bucket
 
 
 def _tree(nodes=4, void=()):

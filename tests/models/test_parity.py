@@ -173,7 +173,7 @@ def test_tokenizer_of_a_folder_and_of_a_gguf_file_agree(smollm2, tmp_path):
     from transformers import AutoTokenizer
 
     again = AutoTokenizer.from_pretrained(tmp_path)
-    text = "def f(x):\n    return x ** 2  # naïve – 12345\n"
+    text = "def f(x):\n    return x ** 2  # naïve — 12345\n"
     assert again.encode(text) == tokenizer.encode(text).tolist()
     assert tokenizer.decode(tokenizer.encode(text)) == text
 

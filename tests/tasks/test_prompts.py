@@ -112,17 +112,12 @@ def test_programs_that_pass_the_shown_tests() -> None:
     neutral = "It passes the shown tests. Make sure that it is right for every other input as well."
     for hidden in (fails, holds):
         assert neutral in refine(DOUBLE, PASS, PASS, hidden=hidden)
-    told = refine(DOUBLE, PASS, PASS, hidden=fails, hidden_verdict=True)
-    assert "It passes the shown tests but fails on others." in told
-    assert "It passes all tests." in refine(DOUBLE, PASS, PASS, hidden=holds, hidden_verdict=True)
 
 
 def test_problems_with_hidden_tests_only() -> None:
     problem = dataclasses.replace(DOUBLE, public=())
     for hidden in ((WRONG, None), (PASS, PASS)):
         assert "It may be wrong." in refine(problem, hidden=hidden)
-    assert "It is wrong." in refine(problem, hidden=(WRONG, None), hidden_verdict=True)
-    assert "It passes all tests." in refine(problem, hidden=(PASS, PASS), hidden_verdict=True)
 
 
 def test_no_program() -> None:
@@ -154,11 +149,8 @@ def test_nothing_of_the_hidden_tests_shows(public, hidden, feedback, problem) ->
         for verdict in (Verdict.WRONG, Verdict.ERROR)
     ]
     assert all(prompt == prompts[0] for prompt in prompts)
-    for told in [
-        refinement_messages(problem, "", PROGRAM, Grade(Verdict.WRONG, public, hidden[0]), hidden_verdict=True)
-    ]:
-        for secret in ("777", "888", "1554", "1776", "secret"):
-            assert secret not in text_of(told) and secret not in text_of(prompts[0])
+    for secret in ("777", "888", "1554", "1776", "secret"):
+        assert secret not in text_of(prompts[0])
 
 
 def test_human_eval_prompt_is_shown_once() -> None:
