@@ -25,18 +25,18 @@ def get_config() -> ConfigDict:
         "coder": _agent("You write short, correct Python functions."),
         "tester": _agent("You think of edge cases and write Python functions that handle them."),
     }
-    config.data.problems_per_step = 6
+    config.data.problems_per_step = 4
     config.data.difficulty = "easy"
     config.search.nodes = 8
-    config.rollout.slots = 8
+    config.rollout.slots = 4
     config.rollout.chunk = 8
     config.rollout.max_prompt_tokens = 256
     # A small model goes on talking after its program: stop where the fenced block closes.
     config.rollout.stop = ("\n```\n",)
-    config.rollout.max_new_tokens = 96
+    config.rollout.max_new_tokens = 64
     config.learning.train_batch_size = 8
-    config.learning.micro_batch_size = 4
+    config.learning.micro_batch_size = 2
     config.training.steps = 2
-    config.eval.limit = 12
+    config.eval.limit = 8
     config.eval.search_nodes = 4
     return config

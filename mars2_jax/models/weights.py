@@ -59,8 +59,8 @@ def load(checkpoint: Checkpoint, *, dtype=jnp.float32, param_dtype=jnp.float32, 
             raise ModelError(f"{name} has shape {array.shape} in the checkpoint, {variable.shape} in the model")
         # A copy always: on CPU `device_put` may keep the NumPy buffer, which the file format owns.
         array = np.array(array, dtype=param_dtype, order="C")
-        target = placement.get(path)
-        leaves.append((path, variable.replace(jax.device_put(array, getattr(target, "value", target)))))
+        sharding = placement[path].get_value() if placement else None
+        leaves.append((path, variable.replace(jax.device_put(array, sharding))))
     unused = checkpoint.names - used - _ignorable(config, checkpoint.names)
     if unused:
         raise ModelError(f"the checkpoint holds {len(unused)} tensors that the model has no place for: {_some(unused)}")

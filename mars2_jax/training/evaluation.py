@@ -38,11 +38,11 @@ def evaluate(
     The key is the same whenever it is called, so that before and after differ by the weights alone.
 
     Returns:
-      `eval/<source>/<agent>/pass@1` of each agent, and `eval/<source>/pass@1_mcts` and `eval/<source>/pass@n` of the
-      team's search, where it is searchable.
+      `eval/<set>/<agent>/pass@1` of each agent, and `eval/<set>/pass@1_mcts` and `eval/<set>/pass@n` of the team's
+      search, where it is searchable. The set is the source's name; of a file, without folder and ending.
     """
     key = jax.random.fold_in(jax.random.key(config.seed), EVALUATE)
-    prefix = f"eval/{config.eval.source}"
+    prefix = f"eval/{_name(config.eval.source)}"
     scores: dict[str, float] = {}
     for index, agent in enumerate(team):
         advance = progress.counter(f"evaluate {agent.name}", len(problems))
@@ -68,6 +68,10 @@ def evaluate(
     return scores
 
 
+def _name(source: str) -> str:
+    return pathlib.Path(source).stem
+
+
 def run_evaluation(config: FrozenConfigDict, workdir: str | None, console: Console | None = None) -> dict[str, float]:
     """Evaluates the checkpoint of a run, or the models as they come, and prints the scores.
 
@@ -91,7 +95,8 @@ def run_evaluation(config: FrozenConfigDict, workdir: str | None, console: Conso
             scores = evaluate(config, team, problems, grader, progress)
     if config.eval.search_nodes and not searchable(config, problems):
         console.print("no Pass@1(MCTS): these problems have no public tests to guide a search", highlight=False)
-    table = Table("", title=f"{config.eval.source}, {len(problems)} problems, after {step} training steps")
+    console.print(f"{config.eval.source}, {len(problems)} problems, after {step} training steps", highlight=False)
+    table = Table("")
     table.add_column("score", justify="right")
     for name, value in scores.items():
         table.add_row(name.split("/", 2)[2], f"{value:.3f}")

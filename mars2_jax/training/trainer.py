@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import time
 from collections import defaultdict
@@ -171,14 +172,14 @@ class Trainer:
         host = {
             f"{agent.name}/{name}": array for agent in self.learners for name, array in agent.buffer.to_arrays().items()
         }
-        meta = {"config": self.config.to_dict(), "evaluations": self.evaluations}
+        meta = {"config": _as_json(self.config), "evaluations": self.evaluations}
         self.checkpointer.save(self.step, {agent.name: agent.state for agent in self.learners}, meta, host)
 
     def _restore(self) -> int:
         saved = self.checkpointer.restore({agent.name: agent.abstract_state() for agent in self.learners})
         if saved is None:
             return 0
-        check_resumable(saved.meta["config"], self.config.to_dict())
+        check_resumable(saved.meta["config"], _as_json(self.config))
         for agent in self.learners:
             agent.set_state(saved.state[agent.name])
             prefix = f"{agent.name}/"
@@ -193,7 +194,8 @@ class Trainer:
         before, after = self.evaluations.get("before", {}), self.evaluations.get("after", {})
         if after:
             rows = [(name.split("/", 2)[2], before.get(name), after.get(name)) for name in after]
-            self.console.print(render_summary(rows, f"{self.config.eval.source}, {len(self.judges)} held-out problems"))
+            self.console.print(f"{self.config.eval.source}, {len(self.judges)} held-out problems", highlight=False)
+            self.console.print(render_summary(rows))
         trees = []
         for step in range(1, self.step + 1):
             if trees_path(self.workdir, step).exists():
@@ -202,6 +204,11 @@ class Trainer:
         if best is not None:
             title = f"step {best['step']}, problem {best['problem']}"
             self.console.print(render_tree(best["nodes"], [a.name for a in self.team], title))
+
+
+def _as_json(config: FrozenConfigDict) -> dict[str, Any]:
+    """The config as it comes back from a checkpoint: JSON knows no tuples."""
+    return json.loads(json.dumps(config.to_dict()))
 
 
 def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -129,7 +129,7 @@ class Progress:
         self._note = note
         if self._bars is not None:
             self._bars.update(self._phase_bar, advance=count, note=note)
-        elif time.monotonic() - self._last_line >= self._seconds:
+        elif self._count < self._total and time.monotonic() - self._last_line >= self._seconds:
             self._last_line = time.monotonic()
             self._line()
 

@@ -1,0 +1,252 @@
+import io
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from ml_collections import ConfigDict, FrozenConfigDict
+from rich.console import Console
+
+from mars2_jax.config import validate
+from mars2_jax.errors import ConfigError, DataError, ModelError, PromptTooLong
+from mars2_jax.training.checkpoint import Checkpointer
+from mars2_jax.training.evaluation import run_evaluation
+from mars2_jax.training.metrics import read_metrics
+from mars2_jax.training.trainer import train
+from mars2_jax.training.trees import read_trees, trees_path
+from tests.learning import reference
+from tests.training.tiny_team import tiny_config
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def run(config: ConfigDict, workdir) -> str:
+    validate(config)
+    out = io.StringIO()
+    train(FrozenConfigDict(config), str(workdir), Console(file=out, width=120))
+    return out.getvalue()
+
+
+def final_state(workdir) -> dict[str, np.ndarray]:
+    """Everything in the newest checkpoint, by name."""
+    with Checkpointer(workdir, read_only=True) as checkpointer:
+        saved = checkpointer.restore()
+    flat = {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(saved.state)}
+    return flat | dict(saved.host) | {"step": np.asarray(saved.step)}
+
+
+def assert_same_bits(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype
+        assert a[name].tobytes() == b[name].tobytes(), name
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("team")
+
+
+@pytest.fixture(scope="module")
+def finished(folder):
+    """A finished run: its config, its workdir, what it printed."""
+    config = tiny_config(folder)
+    workdir = folder / "run"
+    return config, workdir, run(config, workdir)
+
+
+def test_a_run_leaves_what_the_design_promises(finished):
+    config, workdir, printed = finished
+    assert json.loads((workdir / "config.json").read_text())["search"]["nodes"] == 8
+    assert any((workdir / "tensorboard").iterdir())
+    rows = read_metrics(workdir / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 2]
+    for row in rows[1:3]:
+        for name in ("search/reward_mean", "search/solve_rate", "search/hidden_pass_rate", "search/nodes"):
+            assert row[name] >= 0
+        assert {"search/depth_mean", "grading/infra_rate"} <= row.keys()
+        assert {"time/search_seconds", "time/grade_seconds", "time/update_seconds"} <= row.keys()
+        for agent in config.agents:
+            for name in ("nodes", "tokens", "tokens_per_second", "updates"):
+                assert f"agent/{agent}/{name}" in row
+    assert sum(rows[1][f"agent/{a}/nodes"] for a in config.agents) == rows[1]["search/nodes"] == 24
+    for agent in config.agents:
+        updated = [row for row in rows[1:3] if f"agent/{agent}/loss" in row]
+        assert updated and rows[2][f"agent/{agent}/updates"] >= 1
+        for row in updated:
+            names = ("loss", "reward_mean", "kl", "entropy", "clip_fraction", "logprob_gap", "grad_norm")
+            assert all(np.isfinite(row[f"agent/{agent}/{n}"]) for n in names)
+            assert row[f"agent/{agent}/logprob_gap"] < 1e-4
+    assert "pass@1_mcts" in printed and "before" in printed and "ann" in printed
+    assert rows[0].keys() == rows[3].keys()
+
+
+def test_shaped_rewards_and_advantages_in_the_file_follow_from_the_rewards(finished):
+    config, workdir, _ = finished
+    checked = changed = 0
+    for step in (1, 2):
+        for tree in read_trees(trees_path(workdir, step)):
+            nodes = tree["nodes"]
+            size = max(n["slot"] for n in nodes) + 1
+            reward, parent = np.zeros(size), np.full(size, -1)
+            graded = np.zeros(size, bool)
+            for n in nodes:
+                parent[n["slot"]], graded[n["slot"]] = n["parent"], n["status"] == "GRADED"
+                reward[n["slot"]] = n["reward"] or 0.0
+            shaped = reference.shaped(reward, parent, graded, config.learning.gamma, config.learning.lam)
+            advantage = reference.group_advantages(shaped, graded, np.zeros(size), "std", "mean")
+            for n in nodes:
+                if n["shaped"] is not None:
+                    checked += 1
+                    changed += n["shaped"] != n["reward"]
+                    assert n["shaped"] == pytest.approx(shaped[n["slot"]], abs=1e-5)
+                    assert n["advantage"] == pytest.approx(advantage[n["slot"]], abs=1e-5)
+    assert checked > 24 and changed > 0
+
+
+def test_both_agents_learn_and_differ(finished):
+    _, workdir, _ = finished
+    state = final_state(workdir)
+    moved = {name for name in state if "ann" in name and "mu" in name and np.abs(state[name]).max() > 0}
+    assert moved
+    for name in [n for n in state if "ann" in n and n.endswith("['qkv']")]:
+        assert not np.array_equal(state[name], state[name.replace("ann", "bob")])
+
+
+def test_the_same_config_gives_the_same_bits(finished, tmp_path):
+    config, workdir, _ = finished
+    run(config, tmp_path)
+    assert_same_bits(final_state(workdir), final_state(tmp_path))
+    for step in (1, 2):
+        assert trees_path(workdir, step).read_text() == trees_path(tmp_path, step).read_text()
+
+
+def test_killed_and_resumed_gives_the_same_bits(finished, tmp_path):
+    """SIGKILL as soon as step 1 has its checkpoint, then the same command again."""
+    config, workdir, _ = finished
+    file = tmp_path / "config.py"
+    file.write_text(
+        f"from ml_collections import ConfigDict\n\n\ndef get_config():\n    return ConfigDict({config.to_dict()!r})\n"
+    )
+    command = [sys.executable, "-m", "mars2_jax.train", f"--config={file}", f"--workdir={tmp_path / 'run'}"]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 240
+        while not (tmp_path / "run" / "checkpoints" / "1").is_dir():
+            assert process.poll() is None, "training ended before it could be killed"
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert not (tmp_path / "run" / "checkpoints" / "2").is_dir()
+    again = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert again.returncode == 0, again.stderr
+    assert "resuming after step 1" in again.stdout
+    assert_same_bits(final_state(workdir), final_state(tmp_path / "run"))
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 2]
+    assert trees_path(workdir, 2).read_text() == trees_path(tmp_path / "run", 2).read_text()
+
+
+def test_a_finished_run_can_be_made_longer_but_not_another(finished, tmp_path):
+    config, workdir, _ = finished
+    other = config.copy_and_resolve_references()
+    other.search.nodes = 7
+    with pytest.raises(ConfigError, match=r"config.search.nodes is 7, but the run in this workdir was started with 8"):
+        run(other, workdir)
+    printed = run(config, workdir)
+    assert "resuming after step 2" in printed and "pass@1" in printed
+    assert [row["step"] for row in read_metrics(workdir / "metrics.jsonl")] == [0, 1, 2, 2]
+
+
+def test_evaluation_of_models_and_of_a_checkpoint(finished):
+    config, workdir, _ = finished
+    frozen = FrozenConfigDict(config)
+    out = io.StringIO()
+    base = run_evaluation(frozen, None, Console(file=out, width=120))
+    trained = run_evaluation(frozen, str(workdir), Console(file=out, width=120))
+    rows = read_metrics(workdir / "metrics.jsonl")
+    for name, value in base.items():
+        assert rows[0][name] == pytest.approx(value)
+        assert rows[-1][name] == pytest.approx(trained[name])
+    assert "after 2 training steps" in out.getvalue()
+    with pytest.raises(DataError, match="no checkpoints"):
+        run_evaluation(frozen, str(workdir / "trees"), Console(file=out))
+
+
+def test_problems_without_public_tests_are_evaluated_without_a_search(finished, tmp_path):
+    config, _, _ = finished
+    lines = [json.loads(line) for line in pathlib.Path(config.eval.source).read_text().splitlines()]
+    path = tmp_path / "hidden.jsonl"
+    path.write_text("".join(json.dumps(line | {"public": []}) + "\n" for line in lines))
+    config = config.copy_and_resolve_references()
+    config.eval.source = str(path)
+    out = io.StringIO()
+    scores = run_evaluation(FrozenConfigDict(config), None, Console(file=out, width=120))
+    assert len(scores) == 2 and all(name.endswith("pass@1") for name in scores)
+    assert "no Pass@1(MCTS)" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda c: c.agents.ann.model.update(path="/nowhere"), ModelError, "'/nowhere' not found"),
+        (lambda c: c.agents.ann.model.update(sha256="0" * 64), ModelError, "is a folder"),
+        (lambda c: c.rollout.update(max_prompt_tokens=20), PromptTooLong, "config.rollout.max_prompt_tokens=20"),
+        (lambda c: c.rollout.update(max_prompt_tokens=5000), ConfigError, "was made for 4096"),
+        (lambda c: c.data.update(source="/nowhere.jsonl"), DataError, "/nowhere.jsonl"),
+        (lambda c: c.mesh.update(data=3, fsdp=1), ConfigError, "config.mesh"),
+        (lambda c: [a.update(trainable=False) for a in c.agents.values()], ConfigError, "no agent is trainable"),
+    ],
+)
+def test_mistakes_are_named_before_any_work(finished, tmp_path, change, error, message):
+    config = finished[0].copy_and_resolve_references()
+    change(config)
+    with pytest.raises(error, match=message):
+        run(config, tmp_path / "run")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_frozen_agent_plays_and_does_not_learn(folder, tmp_path):
+    config = tiny_config(folder)
+    config.agents.bob.trainable = False
+    config.training.steps = 1
+    config.training.evaluate = False
+    run(config, tmp_path)
+    row = read_metrics(tmp_path / "metrics.jsonl")[0]
+    assert row["agent/bob/nodes"] > 0 and "agent/bob/updates" not in row
+    assert row["agent/ann/updates"] >= 1
+    assert not any("bob" in name for name in final_state(tmp_path))
+
+
+def test_an_agent_waits_until_its_buffer_is_full(folder, tmp_path):
+    config = tiny_config(folder)
+    config.learning.train_batch_size = 40
+    config.training.evaluate = False
+    run(config, tmp_path)
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    written = [sum(row[f"agent/{a}/nodes"] for row in rows) for a in ("ann", "bob")]
+    for agent, nodes in zip(("ann", "bob"), written, strict=True):
+        assert rows[-1][f"agent/{agent}/updates"] == nodes // 40
+        assert rows[-1][f"agent/{agent}/buffer"] == nodes % 40
+    assert all(n["shaped"] is None for t in read_trees(trees_path(tmp_path, 1)) for n in t["nodes"])
+    state = final_state(tmp_path)
+    assert len(state["ann/slot"]) == written[0] % 40
+
+
+def test_plus_losses_run(folder, tmp_path):
+    config = tiny_config(folder)
+    config.learning.update(ratio="gspo", tis="token", overlong_buffer=2, overlong_factor=1.0)
+    config.search.update(order="node_first", posterior="gaussian")
+    config.training.steps = 1
+    config.training.evaluate = False
+    run(config, tmp_path)
+    assert np.isfinite(read_metrics(tmp_path / "metrics.jsonl")[0]["agent/ann/loss"])
