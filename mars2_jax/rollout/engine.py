@@ -77,7 +77,8 @@ class Engine:
       capacity: longest sequence (prompt and response) in tokens.
       stop_ids: tokens that end a response.
       detokenize: token ids to text, for requests with stop strings.
-      prompt_memory: prefilled prompts kept for reuse.
+      prompt_memory: tokens of prefilled prompts kept for reuse, padding included; None keeps as many as the cache
+        holds.
     """
 
     _PREFILL_ROWS = 4
@@ -92,7 +93,7 @@ class Engine:
         capacity: int,
         stop_ids: Sequence[int],
         detokenize: Callable[[np.ndarray], str] | None = None,
-        prompt_memory: int = 32,
+        prompt_memory: int | None = None,
     ):
         self._graphdef, self._params = nnx.split(decoder)
         self._config, self._dtype = decoder.config, decoder.dtype
@@ -102,7 +103,7 @@ class Engine:
         self._placement = _beside(self._params)
         self._stop_ids = jax.device_put(np.asarray([*stop_ids] or [-1], np.int32), self._placement)
         self._detokenize = detokenize
-        self._memory_size = prompt_memory
+        self._memory_tokens = slots * capacity if prompt_memory is None else prompt_memory
         self._memory: collections.OrderedDict[bytes, tuple[kv.KeyValues, int]] = collections.OrderedDict()
         self._queue: collections.deque[tuple[int, Request]] = collections.deque()
         self._running: list[_Running | None] = [None] * slots
@@ -256,8 +257,11 @@ class Engine:
             slots.sampler.top_p[slot] = sampling.top_p
             slots.sampler.min_p[slot] = sampling.min_p
         self._slots = jax.device_put(slots, self._placement)
-        while len(self._memory) > self._memory_size:
-            self._memory.popitem(last=False)
+        room = self._memory_tokens
+        for key, (entries, _) in reversed(list(self._memory.items())):
+            room -= entries[0].value.shape[2]
+            if room < 0:
+                del self._memory[key]
 
 
 def _beside(params: nnx.State) -> Sharding:

@@ -210,3 +210,10 @@ def test_bfloat16_engine(decoder):
     half.dtype = jnp.bfloat16
     c = run(engine(half), [request(0, temperature=1.0)])[0]
     assert np.isfinite(c.logprobs).all() and c.logprobs.dtype == np.float32
+
+
+def test_prompts_that_the_memory_has_no_room_for_are_prefilled_again(decoder):
+    e = engine(decoder, slots=1, prompt_memory=128)  # two prompts, padded to 64 tokens each
+    for seed in (1, 2, 3, 3, 2, 1):
+        run(e, [request(seed, length=20, seed=seed)])
+    assert e.prefilled_tokens == 4 * 19
