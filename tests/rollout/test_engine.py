@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -169,7 +171,7 @@ def test_bad_requests_are_refused_and_leave_the_engine_as_it_was(decoder):
     with pytest.raises(ValueError, match="empty"):
         e.submit(request(0, length=0))
     with pytest.raises(ValueError, match="token ids"):
-        e.submit(Request(0, np.asarray([TINY.vocab_size], np.int32), np.zeros(2, np.uint32), SamplingParams(max_new_tokens=4)))
+        e.submit(dataclasses.replace(request(0), prompt=np.asarray([TINY.vocab_size], np.int32)))
     assert e.pending == 0 and e.step() == []
     exact = request(0, length=CAPACITY - 12, temperature=0.0)
     assert len(run(e, [exact])[0].tokens) > 0
