@@ -32,11 +32,14 @@ def get_config() -> ConfigDict:
     config.rollout.chunk = 8
     config.rollout.max_prompt_tokens = 256
     # A small model goes on talking after its program: stop where the fenced block closes.
-    config.rollout.stop = ("\n```\n",)
+    config.rollout.stop = ("\n```\n\n",)
     config.rollout.max_new_tokens = 64
     config.learning.train_batch_size = 8
     config.learning.micro_batch_size = 2
     config.training.steps = 2
     config.eval.limit = 8
     config.eval.search_nodes = 4
+    # Room for HumanEval, whose prompts and programs are longer.
+    config.eval.max_prompt_tokens = 640
+    config.eval.max_new_tokens = 192
     return config

@@ -167,8 +167,11 @@ def default_config() -> ConfigDict:
                 split="test",
                 difficulty="",
                 limit=0,
-                # 0 is greedy.
+                # Of the single answers behind Pass@1: temperature (0 is greedy), longest prompt and budget (0: those of
+                # `rollout`). The search samples as `rollout` says.
                 temperature=0.0,
+                max_prompt_tokens=0,
+                max_new_tokens=0,
                 # Nodes of the test-time search behind Pass@1(MCTS); 0 leaves it out.
                 search_nodes=8,
             ),
@@ -230,6 +233,8 @@ _RANGES: dict[str, tuple[str, float | None, float | None, str]] = {
     "training.keep": ("[", 1, None, ")"),
     "eval.limit": ("[", 0, None, ")"),
     "eval.temperature": ("[", 0, None, ")"),
+    "eval.max_prompt_tokens": ("[", 0, None, ")"),
+    "eval.max_new_tokens": ("[", 0, None, ")"),
     "eval.search_nodes": ("[", 0, None, ")"),
     "agents.*.optimizer.learning_rate": ("[", 0, None, ")"),
     "agents.*.optimizer.warmup_updates": ("[", 0, None, ")"),
@@ -323,7 +328,9 @@ def _check_agents(agents: Any) -> None:
 
 def _check_value(name: str, value: Any, default: Any) -> None:
     wanted = type(default)
-    right = isinstance(value, int | float) if wanted is float else isinstance(value, wanted)
+    # A config that was read from JSON has lists for tuples.
+    kinds = {float: (int, float), tuple: (tuple, list)}.get(wanted, (wanted,))
+    right = isinstance(value, kinds)
     if not right or (isinstance(value, bool) and wanted is not bool):
         raise ConfigError(f"config.{name} must be {describe_type(default)}, is {value!r}")
     if wanted is tuple and not all(isinstance(item, str) and item for item in value):
@@ -360,8 +367,11 @@ def _check_combinations(config: ConfigDict) -> None:
             f"config.learning.train_batch_size is {learning.train_batch_size}; it must be a multiple of "
             f"config.learning.micro_batch_size, which is {learning.micro_batch_size}"
         )
-    if learning.dual_clip != 0 and learning.dual_clip <= 1:
-        raise ConfigError(f"config.learning.dual_clip is {learning.dual_clip}; it must be above 1, or 0 for off")
+    if learning.dual_clip != 0 and learning.dual_clip <= 1 + learning.clip_high:
+        raise ConfigError(
+            f"config.learning.dual_clip is {learning.dual_clip}; it must be above 1 + config.learning.clip_high, which "
+            f"is {1 + learning.clip_high}, or 0 for off"
+        )
     if learning.overlong_factor > 0 and not 0 < learning.overlong_buffer <= config.rollout.max_new_tokens:
         raise ConfigError(
             f"config.learning.overlong_buffer is {learning.overlong_buffer}; with overlong_factor above 0 it must be "

@@ -29,7 +29,7 @@ class Sample:
       prompt: int32[P], P >= 1.
       tokens: int32[R], R >= 1: the response, its stop token included.
       logprobs: float32[R], log-probabilities in the engine, at the sampling temperature.
-      lp_old: float32[R], the same in the trainer, under the weights that the update starts from.
+      lp_old: float32[R], the same in the trainer, under the weights that wrote the response.
       lp_ref: float32[R], the same under the reference weights; None where the loss has no KL term.
     """
 

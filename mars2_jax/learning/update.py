@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict, FrozenConfigDict
 
@@ -117,6 +118,19 @@ class Learner:
     def init(self, params: nnx.State) -> TrainState:
         """The state before the first update. The weights are copied: updates donate the state, and the weights that
         came in stay valid (as the reference, for one)."""
+        state = self._fresh(params)
+        return jax.tree.map(jax.device_put, state, _shardings(state))
+
+    def abstract(self, params: nnx.State) -> TrainState:
+        """Shapes, types and shardings of what `init` would return; nothing is computed. `params` may be abstract."""
+        shape = jax.eval_shape(self._fresh, params)
+        placed = lambda x, like: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=like.sharding)
+        shape = dataclasses.replace(shape, params=jax.tree.map(placed, shape.params, params))
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shape, _shardings(shape)
+        )
+
+    def _fresh(self, params: nnx.State) -> TrainState:
         params = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
         return TrainState(params, make_optimizer(self.optimizer).init(params), jnp.zeros((), jnp.int32))
 
@@ -154,6 +168,24 @@ class Learner:
         `zero_advantage_trees`, the share of them that teaches nothing. `loss`, and `grad_norm` before clipping.
         """
         return _update(self, state, batch)
+
+
+def _shardings(state: TrainState) -> TrainState:
+    """Where each array of a state, or of its shapes, lies: the optimizer's moments beside their weights, counts
+    on every device. The weights have shardings."""
+    weights = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(state.params)}
+    whole = next(iter(weights.values())).sharding
+    if isinstance(whole, NamedSharding):
+        whole = NamedSharding(whole.mesh, PartitionSpec())
+
+    def place(path: Any, x: Any) -> Sharding:
+        for start in range(len(path)):
+            weight = weights.get(jax.tree_util.keystr(path[start:]))
+            if weight is not None and weight.shape == x.shape:
+                return weight.sharding
+        return whole
+
+    return jax.tree_util.tree_map_with_path(place, state)
 
 
 def _merge(learner: Learner, params: nnx.State) -> Decoder:

@@ -10,7 +10,17 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mars2_jax.models.config import ModelConfig
 
-__all__ = ["KeyValues", "LayerCache", "append", "cached_attention", "empty", "grow", "insert", "layer_cache"]
+__all__ = [
+    "KeyValues",
+    "LayerCache",
+    "append",
+    "cached_attention",
+    "empty",
+    "grow",
+    "insert",
+    "layer_cache",
+    "take_row",
+]
 
 
 class LayerCache(NamedTuple):
@@ -52,14 +62,14 @@ def grow(cache: KeyValues, length: int) -> KeyValues:
     return tuple(LayerCache(pad(layer.key, 3), pad(layer.value, 2)) for layer in cache)
 
 
-def insert(cache: KeyValues, prompt: KeyValues, row: Int[Array, ""], slot: Int[Array, ""]) -> KeyValues:
-    """Writes one row of prefilled keys and values at the start of a slot."""
+def insert(cache: KeyValues, prompt: KeyValues, slot: Int[Array, ""]) -> KeyValues:
+    """Writes the keys and values of one prompt (one row) at the start of a slot."""
+    return jax.tree.map(lambda x, part: jax.lax.dynamic_update_slice(x, part, (slot, 0, 0, 0)), cache, prompt)
 
-    def write(whole: Array, part: Array) -> Array:
-        piece = jax.lax.dynamic_slice_in_dim(part, row, 1, axis=0)
-        return jax.lax.dynamic_update_slice(whole, piece, (slot, 0, 0, 0))
 
-    return jax.tree.map(write, cache, prompt)
+def take_row(entries: KeyValues, row: Int[Array, ""]) -> KeyValues:
+    """One row of prefilled keys and values, as a cache of one slot."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1, axis=0), entries)
 
 
 def append(

@@ -68,7 +68,10 @@ class SafetensorsCheckpoint(Checkpoint):
         self.config = ModelConfig.from_hf(folder)
         index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
         if index.exists():
-            files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            try:
+                files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            except (OSError, ValueError, KeyError, AttributeError) as e:
+                raise ModelError(f"cannot read {index}: {e!r}; download the checkpoint again") from e
         elif single.exists():
             files = [single.name]
         else:
@@ -118,7 +121,7 @@ class GGUFCheckpoint(Checkpoint):
 
         try:
             reader = gguf.GGUFReader(str(path))
-        except (OSError, ValueError) as e:
+        except (OSError, ValueError, KeyError, IndexError) as e:
             raise ModelError(f"cannot read {path} as GGUF: {e}; download the file again") from e
         self.fields: Mapping[str, Any] = {k: f.contents() for k, f in reader.fields.items()}
         # GGUF lists the fastest dimension first.
@@ -144,7 +147,13 @@ class GGUFCheckpoint(Checkpoint):
             raw = np.ascontiguousarray(tensor.data).view(np.uint16).astype(np.uint32) << 16
             array = raw.view(np.float32)
         else:
-            array = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+            try:
+                array = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+            except NotImplementedError as e:
+                raise ModelError(
+                    f"tensor {tensor.name!r} has the quantization {tensor.tensor_type.name}, which is not supported: "
+                    "take a file in F16, Q8_0, Q4_K or a like one"
+                ) from e
         array = array.reshape(self._shapes[tensor.name])
         if self.fields["general.architecture"] == "llama" and re.search(r"self_attn\.[qk]_proj\.weight$", name):
             # llama.cpp interleaves the rotary pairs of Llama's heads; undo it (pairs are i and i + head_dim/2 here).

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jinja2
 import numpy as np
 
 from mars2_jax.errors import ModelError
@@ -27,9 +28,14 @@ class ChatTokenizer:
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> np.ndarray:
         """int32[P]: the messages under the model's chat template, up to where the answer begins."""
-        ids = self.tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
-        )
+        try:
+            ids = self.tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except jinja2.TemplateError as e:
+            raise ModelError(
+                f"the chat template refuses the messages ({e}): if it knows no system role, set agents.<name>.role=''"
+            ) from e
         return np.asarray(ids, np.int32)
 
     def encode(self, text: str) -> np.ndarray:
@@ -78,6 +84,9 @@ def _from_gguf(fields: Mapping[str, Any]):
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
+    needed = ("model", "tokens", "token_type", "merges")
+    if missing := [name for name in needed if f"tokenizer.ggml.{name}" not in fields]:
+        raise ModelError(f"the GGUF file holds no usable tokenizer: it lacks tokenizer.ggml.{missing[0]}")
     if (kind := fields.get("tokenizer.ggml.model")) != "gpt2":
         raise ModelError(f"tokenizer kind {kind!r} in a GGUF file is not supported (byte-level BPE, 'gpt2', is)")
     tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mars2_jax.errors import ConfigError
 
@@ -44,7 +44,7 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = N
     return Mesh(np.asarray(devices).reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
-def param_shardings(mesh: Mesh, params: nnx.State) -> nnx.State:
+def param_shardings(mesh: Mesh | AbstractMesh, params: nnx.State) -> nnx.State:
     """The sharding of every parameter, from its logical axes; the same tree as `params`, which may be abstract.
 
     An axis that the mesh axis does not divide is replicated (a table of 49,153 tokens over 2 devices, say).
@@ -60,7 +60,7 @@ def param_shardings(mesh: Mesh, params: nnx.State) -> nnx.State:
     return jax.tree.map(sharding, params, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
+def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """A copy on every device."""
     return NamedSharding(mesh, PartitionSpec())
 

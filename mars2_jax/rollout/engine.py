@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, Sharding
 
 from mars2_jax.errors import PromptTooLong
 from mars2_jax.models import cache as kv
 from mars2_jax.models.buckets import bucket
 from mars2_jax.models.decoder import Decoder
+from mars2_jax.parallel.mesh import replicated
 from mars2_jax.rollout import programs
 from mars2_jax.rollout.sampling import SamplerRows
 from mars2_jax.rollout.types import Completion, Finish, Request
@@ -49,8 +50,11 @@ class _Running:
         if not self.request.sampling.stop:
             return False
 
+        # A token is at least one byte: no stop string reaches further back than this.
+        first = max(0, len(self.tokens) - new - max(len(stop.encode()) for stop in self.request.sampling.stop))
+
         def stopped(count: int) -> bool:
-            text = detokenize(self.tokens[:count])
+            text = detokenize(self.tokens[first:count])
             return any(stop in text for stop in self.request.sampling.stop)
 
         if not stopped(len(self.tokens)):
@@ -67,8 +71,9 @@ class Engine:
     """Continuous batching over slots with a static key-value cache.
 
     A request waits until a slot is free, its prompt is prefilled (or copied, if the engine has just seen it), and it
-    decodes with whatever else is in the engine, `chunk` tokens a call. What a request gets depends on its own key
-    alone, not on its slot or its neighbours.
+    decodes with whatever else is in the engine, `chunk` tokens a call. Its tokens are drawn with its own key, whatever
+    its slot and its neighbours are. Log-probabilities may differ in the last bits with the sizes that things are padded
+    to; `reset` makes those a function of the requests that follow.
 
     Args:
       decoder: the model; its parameters may be sharded.
@@ -104,7 +109,7 @@ class Engine:
         self._stop_ids = jax.device_put(np.asarray([*stop_ids] or [-1], np.int32), self._placement)
         self._detokenize = detokenize
         self._memory_tokens = slots * capacity if prompt_memory is None else prompt_memory
-        self._memory: collections.OrderedDict[bytes, tuple[kv.KeyValues, int]] = collections.OrderedDict()
+        self._memory: collections.OrderedDict[bytes, kv.KeyValues] = collections.OrderedDict()
         self._queue: collections.deque[tuple[int, Request]] = collections.deque()
         self._running: list[_Running | None] = [None] * slots
         self._submitted = 0
@@ -124,6 +129,18 @@ class Engine:
             raise RuntimeError(f"cannot change the weights while {self.pending} requests are open")
         self._params = params
         self._memory.clear()
+
+    def reset(self) -> None:
+        """Forgets what was decoded before, so that results depend, to the bit, only on the requests from here on.
+
+        Raises:
+          RuntimeError: requests are open.
+        """
+        if self.pending:
+            raise RuntimeError(f"cannot reset the engine while {self.pending} requests are open")
+        self._memory.clear()
+        self._cache, self._cache_length = None, 0
+        self._slots = jax.device_put(_empty_slots(len(self._running)), self._placement)
 
     @property
     def dtype(self) -> Any:
@@ -235,16 +252,16 @@ class Engine:
                 self.prefilled_tokens += len(prompt) - 1
             entries = programs.prefill(self._graphdef, self._params, jax.device_put(tokens, self._placement))
             for row, (key, _) in enumerate(batch):
-                self._memory[key] = (entries, row)
+                self._memory[key] = programs.take_row(entries, np.int32(row)) if rows > 1 else entries
 
     def _place(self, admitted: Sequence[tuple[int, Request]]) -> None:
         """Copies each prompt's entries into its slot and sets the slot's state."""
         slots = jax.tree.map(np.array, jax.device_get(self._slots))
         for slot, request in admitted:
             if len(request.prompt) > 1:
-                entries, row = self._memory[request.prompt.astype(np.int32).tobytes()]
+                entries = self._memory[request.prompt.astype(np.int32).tobytes()]
                 self._reserve(entries[0].value.shape[2])
-                self._cache = programs.insert(self._cache, entries, np.int32(row), np.int32(slot))
+                self._cache = programs.insert(self._cache, entries, np.int32(slot))
             sampling = request.sampling
             slots.token[slot] = request.prompt[-1]
             slots.length[slot] = len(request.prompt) - 1
@@ -258,7 +275,7 @@ class Engine:
             slots.sampler.min_p[slot] = sampling.min_p
         self._slots = jax.device_put(slots, self._placement)
         room = self._memory_tokens
-        for key, (entries, _) in reversed(list(self._memory.items())):
+        for key, entries in reversed(list(self._memory.items())):
             room -= entries[0].value.shape[2]
             if room < 0:
                 del self._memory[key]
@@ -267,7 +284,7 @@ class Engine:
 def _beside(params: nnx.State) -> Sharding:
     """A copy on every device that holds the weights."""
     sharding = jax.tree.leaves(params)[0].sharding
-    return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
+    return replicated(sharding.mesh) if isinstance(sharding, NamedSharding) else sharding
 
 
 def _empty_slots(count: int) -> programs.Slots:

@@ -12,9 +12,9 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from mars2_jax.models import cache as kv
 from mars2_jax.models.attention import attention, causal_mask
-from mars2_jax.rollout.sampling import SamplerRows, sample
+from mars2_jax.rollout.sampling import PLAIN, SamplerRows, sample
 
-__all__ = ["Emitted", "Slots", "compilations", "decode", "grow", "insert", "prefill"]
+__all__ = ["Emitted", "Slots", "compilations", "decode", "grow", "insert", "prefill", "take_row"]
 
 
 class Slots(NamedTuple):
@@ -64,9 +64,15 @@ def prefill(graphdef: Any, params: nnx.State, tokens: Int[Array, "prompts length
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
-def insert(cache: kv.KeyValues, prompt: kv.KeyValues, row: Int[Array, ""], slot: Int[Array, ""]) -> kv.KeyValues:
+def insert(cache: kv.KeyValues, prompt: kv.KeyValues, slot: Int[Array, ""]) -> kv.KeyValues:
     """See `models.cache.insert`."""
-    return kv.insert(cache, prompt, row, slot)
+    return kv.insert(cache, prompt, slot)
+
+
+@jax.jit
+def take_row(entries: kv.KeyValues, row: Int[Array, ""]) -> kv.KeyValues:
+    """See `models.cache.take_row`."""
+    return kv.take_row(entries, row)
 
 
 @functools.partial(jax.jit, static_argnames="length")
@@ -107,7 +113,9 @@ def decode(
             return kv.cached_attention(query, longer, mask), longer
 
         hidden, longer = decoder.run(slots.token[:, None], slots.length[:, None], attend)
-        token, logprob, score = sample(decoder.logits(hidden[:, 0]), slots.key, slots.made, slots.sampler)
+        # An idle slot must not hold the others to the filters of a request that has left it.
+        sampler = jax.tree.map(lambda x, plain: jnp.where(slots.active, x, plain), slots.sampler, PLAIN)
+        token, logprob, score = sample(decoder.logits(hidden[:, 0]), slots.key, slots.made, sampler)
         stop = (token[:, None] == stop_ids).any(-1)
         write = lambda old, new: jax.lax.dynamic_update_slice(old, new[:, None], (0, j))
         out = Emitted(
@@ -133,5 +141,5 @@ def decode(
 
 def compilations() -> int:
     """Programs compiled so far in this process, of all engines together."""
-    programs: tuple[Any, ...] = (prefill, insert, grow, decode)
+    programs: tuple[Any, ...] = (prefill, take_row, insert, grow, decode)
     return sum(program._cache_size() for program in programs)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-__all__ = ["SamplerRows", "filter_threshold", "sample"]
+__all__ = ["PLAIN", "SamplerRows", "filter_threshold", "sample"]
 
 
 class SamplerRows(NamedTuple):
@@ -22,6 +22,10 @@ class SamplerRows(NamedTuple):
     top_k: Int[Array, " rows"]
     top_p: Float[Array, " rows"]
     min_p: Float[Array, " rows"]
+
+
+PLAIN = SamplerRows(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)  # type: ignore[arg-type]
+"""Temperature 1 and no filter, for every row."""
 
 
 def _blocks(vocab: int) -> int:
@@ -134,10 +138,10 @@ def sample(
 def _pick(mass: Float[Array, "rows n"], u: Float[Array, " rows"]) -> Int[Array, " rows"]:
     """Inverts the cumulative mass at the fraction u in [0, 1) of the total; never picks an entry without mass."""
     cumulative = jnp.cumsum(mass, axis=-1)
-    reached = cumulative > (u * cumulative[:, -1])[:, None]
-    # Rounding can leave no entry reached, or reach a massless one after the last that has mass.
+    reached = (cumulative > (u * cumulative[:, -1])[:, None]) & (mass > 0)
+    # Rounding can leave no entry reached: then it is the last that has mass.
     last = mass.shape[-1] - 1 - jnp.argmax(mass[:, ::-1] > 0, axis=-1)
-    return jnp.where(reached.any(-1), jnp.minimum(jnp.argmax(reached, axis=-1), last), last)
+    return jnp.where(reached.any(-1), jnp.argmax(reached, axis=-1), last)
 
 
 def _argmax(x: Float[Array, "rows vocab"], blocks: int) -> Int[Array, " rows"]:

@@ -9,7 +9,7 @@ import numpy as np
 
 __all__ = ["Completion", "Finish", "Request", "SamplingParams"]
 
-Finish = Literal["stop", "length", "abort"]
+Finish = Literal["stop", "length"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Completion:
       logprobs: float32[R], log-probability of each token under the distribution it was drawn from (temperature and
         filters included; for greedy decoding under temperature 1).
       scores: float32[R], log-probability of each token under the model itself (temperature 1, no filter).
-      finish: "stop" (an end token or a stop string), "length" (the budget or the cache ended), "abort".
+      finish: "stop" (an end token or a stop string), "length" (the budget).
     """
 
     id: int

@@ -31,7 +31,7 @@ __all__ = ["Agent", "ModelFile", "build_team", "make_prompter", "open_models"]
 
 
 class ModelFile:
-    """What is known of a model before its weights are read: cheap to make, so that mistakes show up early.
+    """What is known of a model before its weights are read, so that mistakes show up early.
 
     Raises:
       ModelError: missing, damaged, of another checksum, or not supported.
@@ -45,8 +45,8 @@ class ModelFile:
             self.tokenizer: ChatTokenizer = load_tokenizer(checkpoint, str(find(self.path)))
         if longest > self.config.max_length:
             raise ConfigError(
-                f"config.rollout allows {longest} tokens (max_prompt_tokens + max_new_tokens), but {self.path} was "
-                f"made for {self.config.max_length}: lower them"
+                f"max_prompt_tokens + max_new_tokens of config.rollout or config.eval are {longest}, but {self.path} "
+                f"was made for {self.config.max_length} tokens: lower them"
             )
         self.dtype = _dtype(model.dtype)
 
@@ -94,10 +94,11 @@ class Agent:
             decoder,
             slots=rollout.slots,
             chunk=rollout.chunk,
-            capacity=rollout.max_prompt_tokens + rollout.max_new_tokens,
+            capacity=longest_sequence(run),
             stop_ids=model.tokenizer.stop_ids,
             detokenize=model.tokenizer.decode,
         )
+        params = nnx.state(decoder)
         if config.trainable:
             self.learner = Learner.create(
                 decoder,
@@ -106,12 +107,13 @@ class Agent:
                 temperature=rollout.temperature,
                 budget=rollout.max_new_tokens,
             )
-            params = nnx.state(decoder)
-            self._shape = jax.eval_shape(self.learner.init, params)
-            if learn:
-                # Kept only for the KL term; agents of one checkpoint share it.
-                self._reference = params if run.learning.kl_coef > 0 else None
-                self.set_state(self.learner.init(params))
+            self._params_shape = jax.tree.map(_shape, params)
+        if config.trainable and learn:
+            # Kept only for the KL term; agents of one checkpoint share it.
+            self._reference = params if run.learning.kl_coef > 0 else None
+            self.set_state(self.learner.init(params))
+        else:
+            self.set_params(params)
 
     def set_state(self, state: TrainState) -> None:
         """Learns and decodes from this state on."""
@@ -125,15 +127,12 @@ class Agent:
 
     def abstract_state(self) -> TrainState:
         """Shapes, types and shardings of its training state, which need not exist."""
-        if self.state is not None:
-            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state)
-        return self._shape
+        return self.learner.abstract(self._params_shape)
 
-    def writer(self, sampling: SamplingParams) -> EngineWriter:
-        """Its voice in a search."""
-        return EngineWriter(
-            self.name, self.engine, self.tokenizer, make_prompter(self.name, self._run, self.tokenizer), sampling
-        )
+    def writer(self, sampling: SamplingParams, *, single: bool = False) -> EngineWriter:
+        """Its voice in a search, or (`single`) for the single answers of an evaluation."""
+        prompter = make_prompter(self.name, self._run, self.tokenizer, single=single)
+        return EngineWriter(self.name, self.engine, self.tokenizer, prompter, sampling)
 
     def remember(self, written: list[tuple[TreeKey, int, Completion]], trees: dict[TreeKey, TreeArrays]) -> None:
         """Puts graded nodes that it wrote into its buffer, scored under its current and its reference weights.
@@ -177,20 +176,29 @@ class Agent:
         return {name: float(value) for name, value in metrics.items()}, keys, advantages  # type: ignore[return-value]
 
 
-def make_prompter(name: str, run: FrozenConfigDict, tokenizer: ChatTokenizer) -> Prompter:
-    """The prompter of the agent `name`."""
+def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+def longest_sequence(run: FrozenConfigDict) -> int:
+    """Tokens of the longest sequence that a config allows, prompt and response."""
+    rollout, single = run.rollout, run.eval
+    answer = (single.max_prompt_tokens or rollout.max_prompt_tokens) + (single.max_new_tokens or rollout.max_new_tokens)
+    return max(rollout.max_prompt_tokens + rollout.max_new_tokens, answer)
+
+
+def make_prompter(name: str, run: FrozenConfigDict, tokenizer: ChatTokenizer, *, single: bool = False) -> Prompter:
+    """The prompter of the agent `name`, for searches or for the single answers of an evaluation."""
+    longest = (single and run.eval.max_prompt_tokens) or run.rollout.max_prompt_tokens
+    key = "eval.max_prompt_tokens" if single and run.eval.max_prompt_tokens else "rollout.max_prompt_tokens"
     return Prompter(
-        name,
-        tokenizer,
-        role=run.agents[name].role,
-        feedback=run.prompts.feedback,
-        max_tokens=run.rollout.max_prompt_tokens,
+        name, tokenizer, role=run.agents[name].role, feedback=run.prompts.feedback, max_tokens=longest, key=key
     )
 
 
 def open_models(run: FrozenConfigDict) -> dict[str, ModelFile]:
     """The models that the agents name, by path; each is opened once. Raises as `ModelFile` does."""
-    longest = run.rollout.max_prompt_tokens + run.rollout.max_new_tokens
+    longest = longest_sequence(run)
     files: dict[str, ModelFile] = {}
     for agent in run.agents.values():
         model = agent.model

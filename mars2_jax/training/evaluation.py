@@ -10,7 +10,7 @@ from ml_collections import FrozenConfigDict
 from rich.console import Console
 from rich.table import Table
 
-from mars2_jax.errors import DataError
+from mars2_jax.errors import ConfigError, DataError
 from mars2_jax.evaluation.evaluate import evaluate_agent, evaluate_team
 from mars2_jax.search.explore import Grader
 from mars2_jax.tasks.problem import Problem
@@ -44,9 +44,11 @@ def evaluate(
     key = jax.random.fold_in(jax.random.key(config.seed), EVALUATE)
     prefix = f"eval/{_name(config.eval.source)}"
     scores: dict[str, float] = {}
+    for agent in team:
+        agent.engine.reset()
     for index, agent in enumerate(team):
         advance = progress.counter(f"evaluate {agent.name}", len(problems))
-        writer = agent.writer(evaluation_sampling(config))
+        writer = agent.writer(evaluation_sampling(config), single=True)
         result = evaluate_agent(
             problems, writer, grader, config.search, key=jax.random.fold_in(key, index), progress=advance
         )
@@ -84,13 +86,16 @@ def run_evaluation(config: FrozenConfigDict, workdir: str | None, console: Conso
     """
     console = console or Console()
     problems = eval_problems(config)
+    if workdir is not None and not pathlib.Path(workdir, "checkpoints").is_dir():
+        raise DataError(f"no checkpoints in {workdir}: give the workdir of a training run, or none")
     with start_grader(config) as grader:
-        setup = Setup.check(config, problems)
+        searched = problems if searchable(config, problems) else []
+        setup = Setup.check(config, searched=searched, answered=problems, learn=False)
         console.print(f"loading {', '.join(setup.files)}", highlight=False)
         team = setup.team(learn=False)
         step = 0
         if workdir is not None:
-            step = _load_checkpoint(team, workdir)
+            step = _load_checkpoint(config, team, workdir)
         with Progress(1, console=console) as progress:
             scores = evaluate(config, team, problems, grader, progress)
     if config.eval.search_nodes and not searchable(config, problems):
@@ -104,14 +109,20 @@ def run_evaluation(config: FrozenConfigDict, workdir: str | None, console: Conso
     return scores
 
 
-def _load_checkpoint(team: Sequence[Agent], workdir: str) -> int:
-    if not pathlib.Path(workdir, "checkpoints").is_dir():
-        raise DataError(f"no checkpoints in {workdir}: give the workdir of a training run, or none")
+def _load_checkpoint(config: FrozenConfigDict, team: Sequence[Agent], workdir: str) -> int:
     learners = [agent for agent in team if agent.config.trainable]
     with Checkpointer(workdir, read_only=True) as checkpointer:
         saved = checkpointer.restore({agent.name: agent.abstract_state() for agent in learners})
     if saved is None:
         raise DataError(f"no checkpoint in {workdir} yet: wait for the first training step to end")
+    for agent in team:
+        for part in ("model", "role", "trainable"):
+            then, now = saved.meta["config"]["agents"].get(agent.name, {}).get(part), config.to_dict()["agents"]
+            if then != now[agent.name][part]:
+                raise ConfigError(
+                    f"config.agents.{agent.name}.{part} differs from that of the run in {workdir}: evaluate a "
+                    "checkpoint with the config that made it"
+                )
     for agent in learners:
         agent.set_params(saved.state[agent.name].params)
     return saved.step

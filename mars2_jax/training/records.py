@@ -97,27 +97,32 @@ def tree_rows(
 
 
 def search_metrics(exploration: Exploration) -> dict[str, float]:
-    """`search/*`, `grading/*` and the times of a search. Means over graded nodes; absent where there are none."""
+    """`search/*`, `grading/*` and the times of a search.
+
+    Means are over graded nodes and over trees that have any; they are absent where there are none.
+    """
     grades = [a.grade for tree in exploration.attempts for a in tree.values()]
     judged = [g for g in grades if g.verdict is not Verdict.INFRA]
     forest = jax.device_get(exploration.forest)
     graded = forest.status == Status.GRADED
     metrics = {
         "search/nodes": float(graded.sum()),
-        "search/solve_rate": float(
-            np.mean([any(a.grade.verdict is Verdict.PASS for a in tree.values()) for tree in exploration.attempts])
-        ),
         "grading/infra_rate": 1 - len(judged) / len(grades),
         "time/search_seconds": exploration.seconds.decoding + exploration.seconds.selecting,
         "time/grade_seconds": exploration.seconds.grading,
     }
+    known = [[a for a in t.values() if a.grade.verdict is not Verdict.INFRA] for t in exploration.attempts]
     if judged:
         metrics |= {
+            "search/solve_rate": float(
+                np.mean([any(a.grade.verdict is Verdict.PASS for a in tree) for tree in known if tree])
+            ),
             "search/reward_mean": float(forest.reward[graded].mean()),
             "search/depth_mean": float(forest.depth[graded].mean()),
             "search/hidden_pass_rate": float(np.mean([g.hidden_pass for g in judged])),
-            "search/public_pass_rate": float(np.mean([g.public_pass for g in judged if g.public] or [False])),
         }
+    if public := [g.public_pass for g in judged if g.public]:
+        metrics["search/public_pass_rate"] = float(np.mean(public))
     return metrics
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import fcntl
+import pathlib
+from collections.abc import Iterator, Sequence
 
 from jax.sharding import Mesh
 from ml_collections import FrozenConfigDict
@@ -16,7 +19,16 @@ from mars2_jax.tasks.problem import Problem
 from mars2_jax.tasks.sources import load
 from mars2_jax.training.agent import Agent, ModelFile, build_team, make_prompter, open_models
 
-__all__ = ["Setup", "eval_problems", "evaluation_sampling", "start_grader", "train_problems", "training_sampling"]
+__all__ = [
+    "Setup",
+    "check_trainable",
+    "claim",
+    "eval_problems",
+    "evaluation_sampling",
+    "start_grader",
+    "train_problems",
+    "training_sampling",
+]
 
 
 def train_problems(config: FrozenConfigDict) -> list[Problem]:
@@ -57,24 +69,38 @@ class Setup:
     mesh: Mesh
 
     @classmethod
-    def check(cls, config: FrozenConfigDict, problems: Sequence[Problem]) -> Setup:
+    def check(
+        cls,
+        config: FrozenConfigDict,
+        *,
+        searched: Sequence[Problem] = (),
+        answered: Sequence[Problem] = (),
+        learn: bool = True,
+    ) -> Setup:
         """Opens the models and sees that every problem fits every agent's prompt.
+
+        Args:
+          config: the run's config.
+          searched: problems that trees are grown for.
+          answered: problems of an evaluation's single answers.
+          learn: whether agents will be updated.
 
         Raises:
           ModelError, ConfigError, PromptTooLong: what is wrong, by name.
         """
-        files = open_models(config)
         mesh = make_mesh(config.mesh)
         row_shards = mesh.shape["data"] * mesh.shape["fsdp"]
-        if config.learning.micro_batch_size % row_shards:
+        if learn and config.learning.micro_batch_size % row_shards:
             raise ConfigError(
                 f"config.learning.micro_batch_size is {config.learning.micro_batch_size}; it must be a multiple of "
                 f"the mesh's data x fsdp = {row_shards}"
             )
+        files = open_models(config)
         for name, agent in config.agents.items():
-            prompter = make_prompter(name, config, files[agent.model.path].tokenizer)
-            for problem in problems:
-                prompter.attempt(problem)
+            for problems, single in ((searched, False), (answered, True)):
+                prompter = make_prompter(name, config, files[agent.model.path].tokenizer, single=single)
+                for problem in problems:
+                    prompter.attempt(problem)
         return cls(config, files, mesh)
 
     def team(self, *, learn: bool = True) -> list[Agent]:
@@ -90,7 +116,44 @@ def training_sampling(config: FrozenConfigDict) -> SamplingParams:
 
 def evaluation_sampling(config: FrozenConfigDict) -> SamplingParams:
     """How the single answers behind Pass@1 are drawn: at the evaluation's temperature, unfiltered."""
+    budget = config.eval.max_new_tokens or config.rollout.max_new_tokens
+    return SamplingParams(temperature=config.eval.temperature, max_new_tokens=budget, stop=tuple(config.rollout.stop))
+
+
+def check_trainable(config: FrozenConfigDict) -> None:
+    """What training asks of a config and evaluation does not.
+
+    Raises:
+      ConfigError: names the key.
+    """
+    if not any(agent.trainable for agent in config.agents.values()):
+        raise ConfigError("no agent is trainable: set config.agents.<name>.trainable=True for at least one")
     rollout = config.rollout
-    return SamplingParams(
-        temperature=config.eval.temperature, max_new_tokens=rollout.max_new_tokens, stop=tuple(rollout.stop)
-    )
+    if rollout.temperature == 0:
+        raise ConfigError("config.rollout.temperature is 0; training needs it above 0: greedy text has no ratio")
+    if rollout.top_k or rollout.top_p < 1 or rollout.min_p:
+        raise ConfigError(
+            "config.rollout.top_k, top_p and min_p must be off (0, 1, 0) in training: the update takes probabilities "
+            "of the unfiltered model, and the ratio to filtered ones would be wrong"
+        )
+
+
+@contextlib.contextmanager
+def claim(workdir: str) -> Iterator[pathlib.Path]:
+    """Makes a run's folder and holds it, so that no second run writes to it at the same time.
+
+    Raises:
+      ConfigError: the folder cannot be made or written, or another run holds it.
+    """
+    path = pathlib.Path(workdir)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        handle = open(path / ".lock", "w")  # noqa: SIM115 - held open as long as the run lives
+    except OSError as e:
+        raise ConfigError(f"--workdir={workdir} cannot be written ({e.strerror}): choose another folder") from e
+    with handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            raise ConfigError(f"another run is at work in --workdir={workdir}: wait for it or choose another") from e
+        yield path

@@ -23,10 +23,18 @@ from mars2_jax.tasks.problem import Problem
 from mars2_jax.training.agent import Agent
 from mars2_jax.training.buffer import Buffer, TreeKey
 from mars2_jax.training.checkpoint import Checkpointer
-from mars2_jax.training.evaluation import TRAIN, evaluate
+from mars2_jax.training.evaluation import TRAIN, evaluate, searchable
 from mars2_jax.training.metrics import MetricsWriter
 from mars2_jax.training.records import most_telling, search_metrics, tree_arrays, tree_rows, written_by
-from mars2_jax.training.setup import Setup, eval_problems, start_grader, train_problems, training_sampling
+from mars2_jax.training.setup import (
+    Setup,
+    check_trainable,
+    claim,
+    eval_problems,
+    start_grader,
+    train_problems,
+    training_sampling,
+)
 from mars2_jax.training.trees import read_trees, trees_path, write_trees
 from mars2_jax.viewer.terminal import Progress, render_summary, render_tree
 
@@ -43,14 +51,14 @@ def train(config: FrozenConfigDict, workdir: str, console: Console | None = None
       UserError: something that the user can put right; raised before any work starts.
     """
     console = console or Console()
+    check_trainable(config)
     problems = train_problems(config)
     judges = eval_problems(config) if config.training.evaluate else []
-    with start_grader(config) as grader:
-        setup = Setup.check(config, [*problems, *judges])
-        checkpointer = Checkpointer(workdir, keep=config.training.keep, every=config.training.checkpoint_every)
-        with checkpointer:
-            trainer = Trainer(setup, problems, judges, grader, checkpointer, pathlib.Path(workdir), console)
-            trainer.run()
+    searched = [*problems, *(judges if searchable(config, judges) else [])]
+    with claim(workdir) as folder, start_grader(config) as grader:
+        setup = Setup.check(config, searched=searched, answered=judges)
+        with Checkpointer(folder, keep=config.training.keep, every=config.training.checkpoint_every) as checkpointer:
+            Trainer(setup, problems, judges, grader, checkpointer, folder, console).run()
 
 
 class Trainer:
@@ -73,8 +81,6 @@ class Trainer:
         console.print(f"loading {', '.join(setup.files)}", highlight=False)
         self.team = setup.team()
         self.learners = [agent for agent in self.team if agent.state is not None]
-        if not self.learners:
-            raise ConfigError("no agent is trainable: set config.agents.<name>.trainable=True for at least one")
         self.step = self._restore()
 
     def run(self) -> None:
@@ -99,6 +105,7 @@ class Trainer:
                     self._save()
                 progress.finish_step(summary)
             if self.judges and "after" not in self.evaluations:
+                # A finished run, evaluated in another way than before: shown and written, the checkpoint stays.
                 self._evaluate("after", progress, metrics)
         self.checkpointer.wait()
         self._report()
@@ -109,10 +116,12 @@ class Trainer:
             self.problems[i]
             for i in problems_for_step(len(self.problems), self.step, config.data.problems_per_step, config.seed)
         ]
-        decoded = [agent.engine.decoded_tokens for agent in self.team]
+        for agent in self.team:
+            agent.engine.reset()
+        writers = [agent.writer(training_sampling(config)) for agent in self.team]
         exploration = explore(
             chosen,
-            [agent.writer(training_sampling(config)) for agent in self.team],
+            writers,
             self.grader,
             config.search,
             key=jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), TRAIN), step),
@@ -128,12 +137,12 @@ class Trainer:
         learned = 0
         for index, agent in enumerate(self.team):
             prefix = f"agent/{agent.name}"
-            tokens = agent.engine.decoded_tokens - decoded[index]
             written = written_by(exploration, index, step)
+            tokens = sum(len(completion.tokens) for _, _, completion in written)
             values |= {
                 f"{prefix}/nodes": len(written),
                 f"{prefix}/tokens": tokens,
-                f"{prefix}/tokens_per_second": tokens / max(exploration.seconds.decoding, 1e-9),
+                f"{prefix}/tokens_per_second": tokens / max(writers[index].seconds, 1e-9),
             }
             if written:
                 values[f"{prefix}/reward_mean"] = float(np.mean([trees[key].reward[slot] for key, slot, _ in written]))
@@ -148,7 +157,8 @@ class Trainer:
         write_trees(self.workdir, step, tree_rows(exploration, [a.name for a in self.team], step, used))
         metrics.write(step, values)
         self.step = step
-        return f"reward {values.get('search/reward_mean', 0.0):.2f}, solved {values['search/solve_rate']:.0%} of trees"
+        reward, solved = values.get("search/reward_mean", 0.0), values.get("search/solve_rate", 0.0)
+        return f"reward {reward:.2f}, solved {solved:.0%} of trees"
 
     def _update(self, agent: Agent, used: dict[TreeKey, tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
         """All updates that the agent's buffer allows; the means of their metrics."""
@@ -185,9 +195,10 @@ class Trainer:
             prefix = f"{agent.name}/"
             arrays = {n.removeprefix(prefix): a for n, a in saved.host.items() if n.startswith(prefix)}
             agent.buffer = Buffer.from_arrays(arrays)
-        self.evaluations = {"before": saved.meta["evaluations"]["before"]} if saved.meta["evaluations"] else {}
-        if saved.step >= self.config.training.steps:
+        if saved.meta["config"]["eval"] == _as_json(self.config)["eval"]:
             self.evaluations = dict(saved.meta["evaluations"])
+        if saved.step < self.config.training.steps:
+            self.evaluations.pop("after", None)
         return saved.step
 
     def _report(self) -> None:

@@ -26,7 +26,7 @@ NODE_FIELDS = (
     "depth",
     "status",
     "reward",  # raw; null for a void node
-    "shaped",  # what the update used; null where none was computed
+    "shaped",  # as the updates of this step computed it; null in a tree that none of them used
     "advantage",  # likewise
     "verdict",
     "hidden_pass",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 from mars2_jax.errors import PromptTooLong
@@ -25,9 +27,13 @@ class Prompter:
       role: system prompt; "" for none.
       feedback: what a refinement prompt tells about the failure.
       max_tokens: longest prompt.
+      key: the config key that says so, for messages.
     """
 
-    def __init__(self, name: str, tokenizer: ChatTokenizer, *, role: str, feedback: Feedback, max_tokens: int):
+    def __init__(
+        self, name: str, tokenizer: ChatTokenizer, *, role: str, feedback: Feedback, max_tokens: int, key: str
+    ):
+        self._key = key
         self._name, self._tokenizer, self._role = name, tokenizer, role
         self._feedback: Feedback = feedback
         self._max_tokens = max_tokens
@@ -42,7 +48,7 @@ class Prompter:
         if len(prompt) > self._max_tokens:
             raise PromptTooLong(
                 f"problem {problem.id!r} makes a prompt of {len(prompt)} tokens for agent {self._name!r}, more than "
-                f"config.rollout.max_prompt_tokens={self._max_tokens}: raise it, or leave the problem out"
+                f"config.{self._key}={self._max_tokens}: raise it, or leave the problem out"
             )
         return prompt
 
@@ -69,6 +75,9 @@ class EngineWriter:
       tokenizer: the model's.
       prompter: makes the prompts.
       sampling: how every response is drawn.
+
+    Attributes:
+      seconds: wall time spent in `step` so far.
     """
 
     def __init__(
@@ -77,6 +86,7 @@ class EngineWriter:
         self.name = name
         self._engine, self._tokenizer, self._prompter, self._sampling = engine, tokenizer, prompter, sampling
         self._open: dict[int, Problem] = {}
+        self.seconds = 0.0
 
     def submit(self, ticket: int, problem: Problem, previous: Attempt | None, key: np.ndarray) -> None:
         """See `Writer.submit`.
@@ -93,7 +103,10 @@ class EngineWriter:
     def step(self) -> list[Draft]:
         """See `Writer.step`: one chunk of decoding."""
         drafts = []
-        for completion in self._engine.step():
+        started = time.perf_counter()
+        completions = self._engine.step()
+        self.seconds += time.perf_counter() - started
+        for completion in completions:
             problem = self._open.pop(completion.id)
             text = self._tokenizer.decode(completion.tokens)
             drafts.append(Draft(completion.id, text, extract_program(text, problem), completion))

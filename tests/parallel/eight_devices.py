@@ -23,7 +23,7 @@ def main() -> None:
     config.mesh.update(data=data, fsdp=fsdp, tensor=tensor)
     frozen = FrozenConfigDict(config)
     train(frozen, workdir, Console(file=sys.stderr))
-    team = Setup.check(frozen, []).team(learn=False)
+    team = Setup.check(frozen).team(learn=False)
     block = team[0].engine.params["blocks"][0]
     shards = {}
     for name, weight in (("qkv", block["attention"]["qkv"]), ("up", block["mlp"]["up"])):

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import pathlib
@@ -8,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 from ml_collections import ConfigDict, FrozenConfigDict
 from rich.console import Console
 
@@ -74,11 +75,14 @@ def test_a_step_on_eight_devices_equals_one_on_one(one_device, tmp_path, sizes):
 
 
 def test_axes_that_do_not_divide_are_replicated():
-    mesh = make_mesh(dict(data=1, fsdp=-1, tensor=1))
-    _, params = nnx.split(abstract_decoder(TINY))
+    mesh = AbstractMesh((1, 2, 2), ("data", "fsdp", "tensor"))
+    odd = dataclasses.replace(TINY, vocab_size=63, kv_heads=1)
+    _, params = nnx.split(abstract_decoder(odd))
     shardings = param_shardings(mesh, params)
-    assert shardings["embedding"].get_value().spec == PartitionSpec("tensor", "fsdp")
-    assert shardings["blocks"][0]["attention"]["qkv"].get_value().spec == PartitionSpec("tensor", None, None, "fsdp")
+    assert shardings["embedding"].get_value().spec == PartitionSpec(None, "fsdp")
+    qkv = shardings["blocks"][0]["attention"]["qkv"].get_value()
+    assert qkv.spec == PartitionSpec(None, None, None, "fsdp")
+    assert shardings["blocks"][0]["mlp"]["up"].get_value().spec == PartitionSpec("tensor", "fsdp")
 
 
 @pytest.mark.parametrize(

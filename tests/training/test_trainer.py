@@ -15,9 +15,12 @@ from rich.console import Console
 
 from mars2_jax.config import validate
 from mars2_jax.errors import ConfigError, DataError, ModelError, PromptTooLong
+from mars2_jax.models.files import open_checkpoint
+from mars2_jax.models.weights import load
 from mars2_jax.training.checkpoint import Checkpointer
 from mars2_jax.training.evaluation import run_evaluation
 from mars2_jax.training.metrics import read_metrics
+from mars2_jax.training.setup import claim
 from mars2_jax.training.trainer import train
 from mars2_jax.training.trees import read_trees, trees_path
 from tests.learning import reference
@@ -110,13 +113,18 @@ def test_shaped_rewards_and_advantages_in_the_file_follow_from_the_rewards(finis
     assert checked > 24 and changed > 0
 
 
-def test_both_agents_learn_and_differ(finished):
-    _, workdir, _ = finished
-    state = final_state(workdir)
-    moved = {name for name in state if "ann" in name and "mu" in name and np.abs(state[name]).max() > 0}
-    assert moved
-    for name in [n for n in state if "ann" in n and n.endswith("['qkv']")]:
-        assert not np.array_equal(state[name], state[name.replace("ann", "bob")])
+def test_agents_of_one_checkpoint_learn_apart(folder, tmp_path):
+    config = tiny_config(folder)
+    config.agents.bob.model.path = config.agents.ann.model.path
+    config.training.update(steps=1, evaluate=False)
+    run(config, tmp_path)
+    state = final_state(tmp_path)
+    with open_checkpoint(config.agents.ann.model.path) as checkpoint:
+        start = np.asarray(load(checkpoint).blocks[0].mlp.up[...])
+    find = lambda name: next(n for n in state if name in n and "params" in n and "blocks" in n and "'up'" in n)
+    ann, bob = state[find("ann")], state[find("bob")]
+    assert np.abs(ann - start).max() > 1e-4 and np.abs(bob - start).max() > 1e-4
+    assert np.abs(ann - bob).max() > 1e-4
 
 
 def test_the_same_config_gives_the_same_bits(finished, tmp_path):
@@ -156,7 +164,7 @@ def test_killed_and_resumed_gives_the_same_bits(finished, tmp_path):
     assert trees_path(workdir, 2).read_text() == trees_path(tmp_path / "run", 2).read_text()
 
 
-def test_a_finished_run_can_be_made_longer_but_not_another(finished, tmp_path):
+def test_another_config_is_refused_and_a_finished_run_shows_its_results(finished):
     config, workdir, _ = finished
     other = config.copy_and_resolve_references()
     other.search.nodes = 7
@@ -165,6 +173,53 @@ def test_a_finished_run_can_be_made_longer_but_not_another(finished, tmp_path):
     printed = run(config, workdir)
     assert "resuming after step 2" in printed and "pass@1" in printed
     assert [row["step"] for row in read_metrics(workdir / "metrics.jsonl")] == [0, 1, 2, 2]
+
+
+def test_resuming_replays_everything_that_a_result_hangs_on(folder, tmp_path):
+    """Rollout correction lets the last bits of the engine's log-probabilities into the weights; a frozen agent's engine
+    is never given new weights; buffers hold nodes over a step; evaluations before and between use the engines too."""
+
+    def config(steps, evaluate):
+        config = tiny_config(folder)
+        config.learning.update(tis="token", train_batch_size=10, micro_batch_size=5)
+        config.agents["cat"] = config.agents.bob.copy_and_resolve_references()
+        config.agents.cat.trainable = False
+        config.training.update(steps=steps, evaluate=evaluate)
+        return config
+
+    run(config(3, True), tmp_path / "straight")
+    for steps, evaluate in ((1, False), (2, True), (3, False)):
+        run(config(steps, evaluate), tmp_path / "pieces")
+    assert_same_bits(final_state(tmp_path / "straight"), final_state(tmp_path / "pieces"))
+    for step in (1, 2, 3):
+        a, b = (trees_path(tmp_path / name, step).read_text() for name in ("straight", "pieces"))
+        assert a == b
+
+
+def test_scores_of_another_evaluation_are_not_shown_as_this_one(folder, tmp_path):
+    config = tiny_config(folder)
+    config.training.steps = 1
+    run(config, tmp_path)
+    config.eval.limit = 2
+    printed = run(config, tmp_path)
+    assert "2 held-out problems" in printed
+    assert printed.split("ann/pass@1")[1].split("│")[1].strip() == "-"
+
+
+def test_one_run_at_a_time_and_only_where_it_can_write(finished, tmp_path):
+    config, workdir, _ = finished
+    with claim(str(workdir)), pytest.raises(ConfigError, match="another run is at work"):
+        run(config, workdir)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        run(config, tmp_path / "file" / "run")
+
+
+def test_a_checkpoint_is_evaluated_with_its_own_agents_only(finished):
+    config = finished[0].copy_and_resolve_references()
+    config.agents.ann.role = "Someone else."
+    with pytest.raises(ConfigError, match=r"config.agents.ann.role differs"):
+        run_evaluation(FrozenConfigDict(config), str(finished[1]), Console(file=io.StringIO()))
 
 
 def test_evaluation_of_models_and_of_a_checkpoint(finished):
@@ -204,6 +259,9 @@ def test_problems_without_public_tests_are_evaluated_without_a_search(finished, 
         (lambda c: c.rollout.update(max_prompt_tokens=5000), ConfigError, "was made for 4096"),
         (lambda c: c.data.update(source="/nowhere.jsonl"), DataError, "/nowhere.jsonl"),
         (lambda c: c.mesh.update(data=3, fsdp=1), ConfigError, "config.mesh"),
+        (lambda c: c.rollout.update(temperature=0.0), ConfigError, "config.rollout.temperature is 0"),
+        (lambda c: c.rollout.update(top_p=0.9), ConfigError, "must be off"),
+        (lambda c: c.eval.update(max_prompt_tokens=20), PromptTooLong, "config.eval.max_prompt_tokens=20"),
         (lambda c: [a.update(trainable=False) for a in c.agents.values()], ConfigError, "no agent is trainable"),
     ],
 )
