@@ -1,4 +1,5 @@
-"""Run with eight forced host devices: trains a tiny team one step on a mesh; prints how a weight is split.
+"""Run with eight forced host devices: trains a tiny team one step on a mesh, goes on with a second run of the same
+command (which finds itself finished), writes the state to state.npz, and prints how a weight is split.
 
 python -m tests.parallel.eight_devices FOLDER WORKDIR DATA FSDP TENSOR
 """
@@ -8,12 +9,13 @@ import pathlib
 import sys
 
 import jax
+import numpy as np
 from ml_collections import FrozenConfigDict
 from rich.console import Console
 
 from mars2_jax.training.setup import Setup
 from mars2_jax.training.trainer import train
-from tests.parallel.test_mesh import mesh_config
+from tests.parallel.test_mesh import mesh_config, weights
 
 
 def main() -> None:
@@ -22,7 +24,9 @@ def main() -> None:
     config = mesh_config(pathlib.Path(folder))
     config.mesh.update(data=data, fsdp=fsdp, tensor=tensor)
     frozen = FrozenConfigDict(config)
-    train(frozen, workdir, Console(file=sys.stderr))
+    for _ in range(2):
+        train(frozen, workdir, Console(file=sys.stderr))
+    np.savez(pathlib.Path(workdir) / "state.npz", **weights(workdir))
     team = Setup.check(frozen).team(learn=False)
     block = team[0].engine.params["blocks"][0]
     shards = {}
