@@ -4,7 +4,7 @@ A command prints the message of a `UserError` on one line and exits with code 2;
 defect of the program and keeps its traceback.
 """
 
-__all__ = ["ConfigError", "DataError", "ModelError", "PromptTooLong", "SandboxError", "UserError"]
+__all__ = ["ConfigError", "DataError", "GraderError", "ModelError", "PromptTooLong", "SandboxError", "UserError"]
 
 
 class UserError(Exception):
@@ -25,6 +25,10 @@ class DataError(UserError):
 
 class SandboxError(UserError):
     """No sandbox could be set up, and running programs without one was not asked for."""
+
+
+class GraderError(UserError, RuntimeError):
+    """The grading service is gone in the middle of a run."""
 
 
 class PromptTooLong(UserError):

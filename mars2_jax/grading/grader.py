@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from mars2_jax.errors import DataError, SandboxError
+from mars2_jax.errors import DataError, GraderError, SandboxError
 from mars2_jax.grading.values import NotCarried, encode
 from mars2_jax.grading.verdict import Grade, TestResult, Verdict
 from mars2_jax.tasks.problem import CallTest, Problem, StdioTest, Test
@@ -103,12 +103,14 @@ class Grader:
 
         Raises:
           DataError: no tests are left to run, or a test holds a value that cannot be passed to a program.
-          RuntimeError: the grader is closed or its service has died.
+          GraderError: the grader is closed or its service has died.
         """
         if tests not in ("all", "public"):
             raise ValueError(f"tests {tests!r} is not known: take 'all' or 'public'")
         if self._dead:
-            raise RuntimeError(f"the grader takes no more programs: {self._dead}")
+            raise GraderError(
+                f"the grader takes no more programs: {self._dead}; the same command again resumes the run"
+            )
         hidden = problem.hidden if tests == "all" else ()
         if not problem.public + hidden:
             raise DataError(f"problem {problem.id!r} has no {tests} tests: there is nothing to grade a program by")
