@@ -20,7 +20,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -44,14 +44,7 @@ _SELECT, _WRITE = 0, 1
 class Grader(Protocol):
     """What a search asks of a grader: a ticket now, a grade later. Grading goes on between the calls."""
 
-    def submit(
-        self,
-        program: str,
-        problem: Problem,
-        *,
-        stop_at_first_failure: bool = False,
-        tests: Literal["all", "public"] = "all",
-    ) -> int: ...
+    def submit(self, program: str, problem: Problem) -> int: ...
 
     def wait(self, ticket: int) -> Grade: ...
 
@@ -79,14 +72,12 @@ class Exploration:
       forest: the trees; every slot is GRADED or VOID.
       attempts: of each tree, slot -> what was written there and its grade. VOID nodes are in it, too.
       problems: the trees' problems.
-      tree_ids: the trees' names in the key.
       seconds: where the time went.
     """
 
     forest: Forest
     attempts: list[dict[int, Attempt]]
     problems: Sequence[Problem]
-    tree_ids: np.ndarray
     seconds: Seconds
 
 
@@ -251,7 +242,7 @@ class _Search:
         return bool(rounds)
 
     def result(self) -> Exploration:
-        return Exploration(self._forest, self._attempts, self._problems, self._tree_ids, self._seconds)
+        return Exploration(self._forest, self._attempts, self._problems, self._seconds)
 
     def _record(self, node: _Awaited, grade: Grade) -> None:
         above = self._attempts[node.tree].get(node.parent)
