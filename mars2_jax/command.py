@@ -15,6 +15,7 @@ A command is
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import sys
@@ -31,7 +32,7 @@ from mars2_jax.errors import ConfigError, UserError
 
 __all__ = ["define_config", "define_workdir", "load", "run"]
 
-_OVERRIDE = re.compile(r"--?config\.([^=]+)(=.*)?", re.DOTALL)
+_OVERRIDE = re.compile(r"--?config\.([^=]*)(=.*)?", re.DOTALL)
 _FILE = re.compile(r"--?config=([^:]*)(:.*)?", re.DOTALL)
 
 
@@ -46,7 +47,11 @@ def define_config() -> flags.FlagHolder[Any]:
 
 def define_workdir(required: bool = True) -> flags.FlagHolder[str | None]:
     """Defines `--workdir=DIR`, the run's directory."""
-    return flags.DEFINE_string("workdir", None, "Directory of the run: checkpoints, metrics, trees.", required=required)
+    holder = flags.DEFINE_string(
+        "workdir", None, "Directory of the run: checkpoints, metrics, trees.", required=required
+    )
+    flags.register_validator("workdir", lambda value: value is None or value.strip(), message="name a folder")
+    return holder
 
 
 def load(flag: flags.FlagHolder[Any]) -> FrozenConfigDict:
@@ -77,6 +82,10 @@ def run(main: Callable[[], None]) -> NoReturn:
     except UserError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        # The shell's convention for a program that was interrupted.
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
     sys.exit(0)
 
 
@@ -86,8 +95,12 @@ def _parse(argv: Sequence[str]) -> list[str]:
     # Also in the form of two arguments, "--config FILE".
     for argument, following in zip(argv[1:], [*argv[2:], ""], strict=True):
         if override := _OVERRIDE.fullmatch(argument):
-            config_lib.check_key(override[1])
+            if not re.fullmatch(r"\w+(\.\w+)*", override[1]):
+                raise ConfigError(f"{argument!r} is no override: write --config.key.of.the.config=VALUE")
+            _check_override(override[1], override[2])
         if file := _FILE.fullmatch(f"{argument}={following}" if argument in ("--config", "-config") else argument):
+            if config_file is not None:
+                raise ConfigError("--config is given twice: give one config file")
             config_file = Path(file[1])
             if not config_file.is_file():
                 raise ConfigError(f"the config file {config_file} does not exist")
@@ -102,10 +115,26 @@ def _parse(argv: Sequence[str]) -> list[str]:
     return list(remaining)
 
 
+def _check_override(key: str, value: str | None) -> None:
+    """Sees that the key exists and that a tuple is written as one: parsed by the flag, a slip there names no key."""
+    default = config_lib.check_key(key)
+    if isinstance(default, tuple) and value is not None:
+        try:
+            written = ast.literal_eval(value.removeprefix("="))
+        except (ValueError, SyntaxError):
+            written = None
+        if not isinstance(written, tuple | list):
+            raise ConfigError(
+                f"""config.{key} is a tuple of strings: write it as in Python, --config.{key}='("a", "b")'"""
+            )
+
+
 def _explain(error: BaseException, config_file: Path | None) -> str | None:
     """What to tell the user about an exception of flag parsing; None where it is no fault of theirs."""
     if config_file is not None and (message := _config_file_error(error, config_file)) is not None:
         return message
+    if config_file is not None and isinstance(error, AttributeError) and "get_config" in str(error):
+        return f"the config file {config_file} defines no function get_config()"
     if isinstance(error, flags.IllegalFlagValueError):
         if match := re.match(r"flag --config\.([^=]+)=(.*?): ", str(error), re.DOTALL):
             kind = config_lib.describe_type(config_lib.check_key(match[1]))
@@ -127,6 +156,8 @@ def _config_file_error(error: BaseException, config_file: Path) -> str | None:
     """Where in the config file an exception, or what caused it, was raised; None if elsewhere."""
     cause: BaseException | None = error
     while cause is not None:
+        if isinstance(cause, TypeError) and "get_config() takes 0 positional arguments" in str(cause):
+            return f"{config_file} has no variants: leave out what follows the colon"
         if isinstance(cause, SyntaxError):
             return f"{cause.filename}, line {cause.lineno}: {cause.msg}"
         for frame in reversed(traceback.extract_tb(cause.__traceback__)):

@@ -320,9 +320,9 @@ def _check_agents(agents: Any) -> None:
     if not isinstance(agents, ConfigDict) or not agents:
         raise ConfigError("config.agents is empty: give at least one, config.agents.<name> = agent_config()")
     for name in agents:
-        # Names appear in metric names and paths.
-        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-            raise ConfigError(f"config.agents.{name}: a name is made of letters, digits, _ and -")
+        # Names appear in metric names and paths, and in overrides (--config.agents.<name>.role=...).
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ConfigError(f"config.agents.{name}: a name is made of letters, digits and _, no digit first")
         _check_group(agents[name], agent_config(), f"agents.{name}")
 
 

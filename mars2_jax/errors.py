@@ -4,7 +4,16 @@ A command prints the message of a `UserError` on one line and exits with code 2;
 defect of the program and keeps its traceback.
 """
 
-__all__ = ["ConfigError", "DataError", "GraderError", "ModelError", "PromptTooLong", "SandboxError", "UserError"]
+__all__ = [
+    "ConfigError",
+    "DataError",
+    "GraderError",
+    "ModelError",
+    "PromptTooLong",
+    "SandboxError",
+    "StorageError",
+    "UserError",
+]
 
 
 class UserError(Exception):
@@ -28,7 +37,11 @@ class SandboxError(UserError):
 
 
 class GraderError(UserError, RuntimeError):
-    """The grading service is gone in the middle of a run."""
+    """The grading service is gone in the middle of a run, or fails on every program."""
+
+
+class StorageError(UserError):
+    """A file of the run that cannot be written: the disk is full, or it may not be."""
 
 
 class PromptTooLong(UserError):

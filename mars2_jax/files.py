@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["write_atomically"]
+from mars2_jax.errors import StorageError
+
+__all__ = ["storage", "write_atomically"]
 
 
 def write_atomically(path: str | os.PathLike[str], text: str) -> None:
@@ -13,12 +17,30 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
 
     The temporary file has a fixed name beside it, so that what a killed program leaves is overwritten by the next
     write.
+
+    Raises:
+      StorageError: the disk is full, or the directory cannot be written.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    with storage(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+@contextlib.contextmanager
+def storage(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Tells an `OSError` inside as a `StorageError` about `path`."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StorageError(f"{path} cannot be written ({reason}): free space or rights, then start again") from error

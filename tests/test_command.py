@@ -21,6 +21,9 @@ def main():
     config = command.load(_CONFIG)
     if config.data.source == "user":
         raise DataError("two\\nlines")
+    if config.data.source == "interrupt":
+        import signal
+        signal.raise_signal(signal.SIGINT)
     if config.data.source == "defect":
         raise RuntimeError("a defect")
     try:
@@ -56,12 +59,14 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("command")
     (folder / "command.py").write_text(COMMAND)
     (folder / "config.py").write_text(CONFIG)
+    (folder / "plain.py").write_text(CONFIG.replace('variant=""', "").replace("variant ==", '"" =='))
+    (folder / "no_function.py").write_text("x = 1\n")
     (folder / "broken.py").write_text("def get_config(:\n")
     return folder
 
 
 def call(files, *arguments, workdir=True):
-    arguments = [*arguments, "--workdir=run"] if workdir else arguments
+    arguments = ["--workdir=run", *arguments] if workdir else arguments
     return subprocess.run(
         [sys.executable, "command.py", *arguments],
         cwd=files,
@@ -102,6 +107,13 @@ def test_values_from_file_variant_and_command_line(files):
         (["--config=config.py", "extra"], "unexpected argument 'extra'; options are written --name=value"),
         (["--config=config.py", "--config.data.source=user"], "two lines"),
         (["--config=nowhere.py"], "the config file nowhere.py does not exist"),
+        (["--config=no_function.py"], "the config file no_function.py defines no function get_config()"),
+        (["--config=plain.py:variant"], "plain.py has no variants: leave out what follows the colon"),
+        (["--config=config.py", "--config=plain.py"], "--config is given twice"),
+        (["--config=config.py", "--config.=3"], "'--config.=3' is no override"),
+        (["--config=config.py", "--config.agents.co-der.role=x"], "'--config.agents.co-der.role=x' is no override"),
+        (["--config=config.py", "--config.rollout.stop=a,b"], "config.rollout.stop is a tuple of strings: write it"),
+        (["--config=config.py", "--workdir="], "flag --workdir=: name a folder"),
         (["--config.search.nodes=3"], "--config.search.nodes needs a config to change; give --config=FILE too"),
         ([], "--config is missing; give a config file, such as --config=configs/quickstart.py"),
         (["--config=broken.py"], "broken.py, line 1: invalid syntax"),
@@ -121,6 +133,11 @@ def test_missing_workdir(files):
     done = call(files, "--config=config.py", workdir=False)
     assert done.stderr == "error: --workdir is missing; give --workdir=...\n"
     assert done.returncode == 2
+
+
+def test_an_interrupted_command_says_so_in_one_line(files):
+    done = call(files, "--config=config.py", "--config.data.source=interrupt")
+    assert (done.stderr, done.returncode) == ("interrupted\n", 130)
 
 
 def test_a_defect_keeps_its_traceback(files):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-
-import numpy as np
 
 from mars2_jax.grading.verdict import Grade, Verdict, reward
 from mars2_jax.search.writer import Attempt
@@ -15,16 +14,15 @@ __all__ = ["best_attempt", "pass_at_k", "solves"]
 def pass_at_k(samples: int, correct: int, k: int) -> float:
     """The unbiased estimate of Pass@k from `samples` independent samples, `correct` of them right.
 
-    1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374, eq. 1), as a product that cannot overflow.
+    1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374, eq. 1), in exact integers, rounded once.
 
     Raises:
       ValueError: unless 0 <= correct <= samples and 1 <= k <= samples.
     """
     if not (0 <= correct <= samples and 1 <= k <= samples):
         raise ValueError(f"pass@{k} of {correct} right out of {samples} is not defined")
-    if samples - correct < k:
-        return 1.0
-    return float(1.0 - np.prod(1.0 - k / np.arange(samples - correct + 1, samples + 1)))
+    every = math.comb(samples, k)
+    return (every - math.comb(samples - correct, k)) / every
 
 
 def solves(grade: Grade) -> bool:

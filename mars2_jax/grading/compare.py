@@ -104,7 +104,7 @@ def judge(test: dict[str, Any], report: dict[str, Any]) -> TestResult:
         actual, error = report["stdout"], ""
     else:
         verdict, actual, error = _judge_call(test, report)
-    return TestResult(verdict, _clip(actual), error[-MAX_TEXT:], cpu)
+    return TestResult(verdict, _clip(actual), _printable(error)[-MAX_TEXT:], cpu)
 
 
 def compile_failure(report: dict[str, Any]) -> TestResult:
@@ -176,5 +176,12 @@ def tidy(text: str) -> str:
     return "\n".join(text.splitlines()[-_ERROR_LINES:])[-MAX_TEXT:]
 
 
+def _printable(text: str) -> str:
+    """The text with lone surrogates written out: a program may raise or return them, and no tokenizer or file takes
+    them."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def _clip(text: str) -> str:
+    text = _printable(text)
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 3] + "..."

@@ -24,6 +24,7 @@ A test is one of three objects:
 from __future__ import annotations
 
 import dataclasses
+import keyword
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,7 +38,11 @@ DIFFICULTIES = ("easy", "medium", "hard")
 
 _STRINGS = ("id", "statement", "entry_point", "starter", "difficulty", "split", "reference")
 _FIELDS = (*_STRINGS, "public", "hidden", "limits")
-_LIMITS = tuple(field.name for field in dataclasses.fields(Limits))
+_MOST = Limits(cpu_seconds=3600.0, wall_seconds=7200.0, memory_mb=1 << 20, output_kb=1 << 20)
+"""Beyond these, a limit is a slip of the keyboard: hours for one test, a terabyte, a gigabyte of output."""
+
+_MAX_NESTING = 100
+"""Levels that the values of a test may be nested."""
 
 
 def own_problem(record: Mapping[str, Any], source: str) -> Problem:
@@ -50,6 +55,7 @@ def own_problem(record: Mapping[str, Any], source: str) -> Problem:
     for name in _STRINGS:
         if name in record and not (isinstance(record[name], str) and record[name].strip()):
             raise DataError(f"field {name!r} must be a string that is not empty: give one or leave the field out")
+    _check_text(record)
     for name in ("id", "statement"):
         if name not in record:
             raise DataError(f"field {name!r} is missing: add it")
@@ -57,7 +63,9 @@ def own_problem(record: Mapping[str, Any], source: str) -> Problem:
     if difficulty not in ("", *DIFFICULTIES):
         raise DataError(f"field 'difficulty' is {difficulty!r}: use one of {', '.join(DIFFICULTIES)}")
     entry_point = record.get("entry_point")
-    if entry_point is not None and not all(part.isidentifier() for part in entry_point.split(".", 1)):
+    if entry_point is not None and not all(
+        part.isidentifier() and not keyword.iskeyword(part) for part in entry_point.split(".", 1)
+    ):
         raise DataError(f"field 'entry_point' is {entry_point!r}: use a function's name or 'Solution.method'")
     return Problem(
         id=record["id"],
@@ -92,6 +100,8 @@ def _test(test: Any, where: str) -> Test:
             _known(test, tuple(f.name for f in dataclasses.fields(kind)), f"{where} field")
             if not all(isinstance(value, str) for value in test.values()):
                 raise DataError(f"field '{where}': all values of this kind of test must be strings")
+            if kind is AssertTest:
+                _check_assertions(test, where)
             return kind(**test)
     raise DataError(f"field '{where}' is no test: give it 'args' and 'expected', or 'stdin' and 'stdout', or 'code'")
 
@@ -99,12 +109,41 @@ def _test(test: Any, where: str) -> Test:
 def _limits(limits: Any) -> Limits:
     if not isinstance(limits, dict):
         raise DataError("field 'limits' must be an object")
-    _known(limits, _LIMITS, "limits field")
+    most = dataclasses.asdict(_MOST)
+    _known(limits, tuple(most), "limits field")
     for name, value in limits.items():
         whole = name in ("memory_mb", "output_kb")
-        if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or value <= 0:
-            raise DataError(f"field 'limits.{name}' must be a positive {'integer' if whole else 'number'}")
+        if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+            raise DataError(f"field 'limits.{name}' must be {'an integer' if whole else 'a number'}")
+        if not 0 < value <= most[name]:
+            raise DataError(f"field 'limits.{name}' is {value}: it must be above 0 and at most {most[name]}")
     return Limits(**limits)
+
+
+def _check_text(value: Any, depth: int = 0) -> None:
+    """Refuses what cannot be passed on: text with lone surrogates (no tokenizer takes it), values nested too deeply."""
+    if depth > _MAX_NESTING:
+        raise DataError(f"a value is nested deeper than {_MAX_NESTING} levels: make it flatter")
+    if isinstance(value, str):
+        if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
+            raise DataError("a text holds half of a surrogate pair (\\ud800 to \\udfff): write the whole character")
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            _check_text(key, depth + 1)
+            _check_text(inner, depth + 1)
+    elif isinstance(value, list):
+        for inner in value:
+            _check_text(inner, depth + 1)
+
+
+def _check_assertions(test: Mapping[str, str], where: str) -> None:
+    """Code that cannot run fails every program, and code that does nothing passes every one."""
+    for name, code in test.items():
+        tree = parse(code)
+        if tree is None:
+            raise DataError(f"field '{where}.{name}' is no Python that can be parsed: correct it")
+        if name == "code" and not tree.body:
+            raise DataError(f"field '{where}.code' holds no statement: write assertions")
 
 
 def _known(record: Mapping[str, Any], fields: tuple[str, ...], what: str) -> None:

@@ -9,10 +9,12 @@
 
 from __future__ import annotations
 
+import collections
 import gzip
 import importlib.metadata
 import importlib.resources
 import json
+import math
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
@@ -124,7 +126,9 @@ def _records(file: str, lines: Iterable[str]) -> Iterator[tuple[int, dict[str, A
         if not line.strip():
             continue
         try:
-            record = json.loads(line, parse_constant=_no_constant)
+            record = json.loads(line, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_distinct)
+        except RecursionError:
+            raise DataError(f"{file}:{number}: the JSON is nested too deeply: make it flatter") from None
         except ValueError as error:
             raise DataError(f"{file}:{number}: not JSON ({error}): write one object a line") from None
         if not isinstance(record, dict):
@@ -134,3 +138,18 @@ def _records(file: str, lines: Iterable[str]) -> Iterator[tuple[int, dict[str, A
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON value")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text} is out of range")
+    return value
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        twice = next(name for name, count in collections.Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {twice!r} stands twice in one object")
+    return record

@@ -167,6 +167,18 @@ def test_calls_that_fail(grader, test, program, verdict, actual, error):
     assert error in result.error
 
 
+@pytest.mark.parametrize(
+    "body", ["raise ValueError('\\ud800')", "return '\\ud800'", "raise type('\\ud800', (Exception,), {})"]
+)
+@pytest.mark.parametrize("test", [CallTest((1,), 1), AssertTest("assert f(1) == 1, f(1)"), StdioTest("", "1")])
+def test_what_a_program_says_can_be_written_down(grader, test, body):
+    """Lone surrogates go into no tokenizer and no file; they are spelled out."""
+    result = only(grader.grade(f"def f(a):\n    {body}\nif __name__ == '__main__': f(1)", call(test)))
+    (result.actual + result.error).encode()
+    if not (isinstance(test, StdioTest) and body.startswith("return")):
+        assert "\\ud800" in result.actual + result.error
+
+
 def test_assertions(grader):
     code = (
         "import math\nassert helper(f(2)) == 5\n"
