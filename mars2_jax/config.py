@@ -73,14 +73,28 @@ def default_config() -> ConfigDict:
                 problems_per_step=4,
             ),
             search=dict(
-                # "mars2": several agents in one tree. "grpo": every node a child of the root.
+                # Thompson sampling: "mars2" (the paper's), "rs2" (one agent). Flat, every node a child of the root:
+                # "flat_multi", "grpo" (one agent). Plain baselines, agents in turn: "best_first" fills the best node,
+                # "round_robin" the earliest.
                 strategy="mars2",
-                # "agent_first" (the paper's) or "node_first" (the released code's).
+                # Of Thompson sampling: "agent_first" (the paper's) or "node_first" (the released code's).
                 order="agent_first",
                 # "beta" or "gaussian".
                 posterior="beta",
                 # Nodes a tree, the root not counted.
                 nodes=8,
+                # Deepest level of a node (children of the root are at 1), and most children a node has; 0 is no limit.
+                max_depth=0,
+                max_children=0,
+                # Depth guidance of Thompson sampling (MARS2-T+): a GEN draw at depth d is multiplied by
+                # (guidance * guidance_decay^d)^(nodes made so far at that depth). 1 and 1 are off; the paper's is 0.98.
+                guidance=1.0,
+                guidance_decay=1.0,
+                # Nodes of one tree that may be open at a time. Above 1 it is another search: a node is chosen before
+                # the verdicts on its open siblings are in.
+                in_tree_parallelism=1,
+                # End a tree once a node passes all the tests that pay.
+                stop_when_solved=False,
                 # Engine steps between the end of a program and the use of its verdict. Fixed, so that results do not
                 # depend on how fast the grader is.
                 verdict_lag=1,
@@ -180,7 +194,7 @@ def default_config() -> ConfigDict:
 
 
 _CHOICES = {
-    "search.strategy": ("mars2", "grpo"),
+    "search.strategy": ("mars2", "rs2", "flat_multi", "grpo", "best_first", "round_robin"),
     "search.order": ("agent_first", "node_first"),
     "search.posterior": ("beta", "gaussian"),
     "prompts.feedback": ("summary", "detailed"),
@@ -206,6 +220,11 @@ _RANGES: dict[str, tuple[str, float | None, float | None, str]] = {
     "data.limit": ("[", 0, None, ")"),
     "data.problems_per_step": ("[", 1, None, ")"),
     "search.nodes": ("[", 1, None, ")"),
+    "search.max_depth": ("[", 0, None, ")"),
+    "search.max_children": ("[", 0, None, ")"),
+    "search.guidance": ("(", 0, 1, "]"),
+    "search.guidance_decay": ("(", 0, 1, "]"),
+    "search.in_tree_parallelism": ("[", 1, None, ")"),
     "search.verdict_lag": ("[", 0, None, ")"),
     "rollout.slots": ("[", 1, None, ")"),
     "rollout.chunk": ("[", 1, None, ")"),
@@ -361,6 +380,7 @@ def _check_combinations(config: ConfigDict) -> None:
             raise ConfigError(f"config.agents.{name}.model.path is empty: name a model folder or file")
         if not re.fullmatch(r"([0-9a-fA-F]{64})?", agent.model.sha256):
             raise ConfigError(f"config.agents.{name}.model.sha256 is {agent.model.sha256!r}; it must be 64 hex digits")
+    _check_search(config)
     learning = config.learning
     if learning.train_batch_size % learning.micro_batch_size:
         raise ConfigError(
@@ -381,6 +401,39 @@ def _check_combinations(config: ConfigDict) -> None:
         raise ConfigError(
             f"config.learning.tis_veto is {learning.tis_veto}, but config.learning.tis is 'off'; set tis to use it"
         )
+
+
+def _check_search(config: ConfigDict) -> None:
+    search, agents = config.search, len(config.agents)
+    strategy = search.strategy
+    if strategy in ("grpo", "rs2") and agents != 1:
+        several = {"grpo": "flat_multi", "rs2": "mars2"}[strategy]
+        raise ConfigError(
+            f"config.search.strategy is {strategy!r}, which has one agent, but config.agents has {agents}: "
+            f"use {several!r} or leave one agent"
+        )
+    flat, blind = strategy in ("grpo", "flat_multi"), strategy in ("best_first", "round_robin")
+    defaults = default_config().search
+    unused = ["guidance", "guidance_decay"] if flat or blind else []
+    unused += ["max_depth", "max_children", "in_tree_parallelism"] if flat else []
+    for key in unused:
+        if search[key] != defaults[key]:
+            raise ConfigError(
+                f"config.search.{key} is {search[key]}, but strategy {strategy!r} does not use it: leave it at "
+                f"{defaults[key]}"
+            )
+    if blind and not search.max_children:
+        raise ConfigError(f"config.search.max_children is 0; strategy {strategy!r} fills node after node: set it")
+    depth, children = search.max_depth, search.max_children
+    if depth and children:
+        for key, nodes in (("search.nodes", search.nodes), ("eval.search_nodes", config.eval.search_nodes)):
+            # More levels than nodes hold them in any case.
+            room = sum(children**level for level in range(1, min(depth, nodes) + 1))
+            if room < nodes:
+                raise ConfigError(
+                    f"config.{key} is {nodes}, but with max_depth={depth} and max_children={children} of config.search "
+                    f"a tree holds {room}: raise the limits or lower it"
+                )
 
 
 def _unknown(key: str, known: Iterable[str], path: str) -> ConfigError:

@@ -2,7 +2,9 @@
 
 Every tree is a chain: select, write, grade, select again. The trees of a batch run past each other, so that while one
 waits for its verdict the engines decode for the rest. There is no barrier. (Where selection does not look at rewards,
-strategy "grpo", nothing makes a chain of a tree: all its nodes are asked for at once.)
+strategies "grpo" and "flat_multi", nothing makes a chain of a tree: all its nodes are asked for at once. Otherwise
+`in_tree_parallelism` allows several open nodes a tree; each is then chosen before the verdicts on the others are in,
+which is another search than one at a time.)
 
 Results do not depend on how fast anything is. The order in which requests enter the engines decides what shares a
 batch, and through floating-point rounding what is sampled; so that order must not follow from the wall clock. Here time
@@ -31,7 +33,7 @@ from ml_collections import ConfigDict
 from mars2_jax.grading.verdict import Grade
 from mars2_jax.grading.verdict import reward as reward_of
 from mars2_jax.search.forest import Expansion, Forest, empty, observe, reserve, void
-from mars2_jax.search.select import select
+from mars2_jax.search.select import FLAT, Shape, select
 from mars2_jax.search.writer import Attempt, Draft, Writer
 from mars2_jax.tasks.problem import Problem
 
@@ -69,7 +71,7 @@ class Exploration:
     """A finished search.
 
     Attributes:
-      forest: the trees; every slot is GRADED or VOID.
+      forest: the trees; every slot is GRADED or VOID, or EMPTY where a tree ended early.
       attempts: of each tree, slot -> what was written there and its grade. VOID nodes are in it, too.
       problems: the trees' problems.
       seconds: where the time went.
@@ -96,7 +98,9 @@ def explore(
     """Searches one tree of `config.nodes` nodes for each problem.
 
     A node on which the grader failed (INFRA) is VOID: it keeps its slot, so that such a tree ends with fewer graded
-    nodes than `config.nodes`, and a grader that always fails cannot keep a search alive.
+    nodes than `config.nodes`, and a grader that always fails cannot keep a search alive. A tree ends early where the
+    limits of depth and width leave no node to expand, and, with `config.stop_when_solved`, once a node earned 1 (nodes
+    that are open then are still finished).
 
     An exception of a writer or of the grader ends the search and is passed on. Tickets may then be open, and neither
     the writers nor the grader should be used for another search.
@@ -105,13 +109,14 @@ def explore(
       problems: one tree each; the same problem may come several times.
       writers: the agents, with nothing pending. The index is the agent's number in the forest.
       grader: grades the programs; any exception it raises is passed on.
-      config: the section `search` of the configuration: strategy, order, posterior, nodes, verdict_lag.
+      config: the section `search` of the configuration: see `mars2_jax.config`.
       key: a typed threefry key. Tree t with n slots in use selects with fold_in(fold_in(fold_in(key, 0), t), n), and
         its slot s is written with fold_in(fold_in(fold_in(key, 1), t), s), where t is its tree id.
       tree_ids: the trees' names in the key, distinct, below 2^31; None is 0, 1, 2, ...
       reward: what a grade earns, "all" or "fraction" (see `mars2_jax.grading.verdict.reward`).
       reward_tests: the tests that pay, "all" or "public". All tests are run in either case.
-      progress: called with (nodes finished, nodes wanted) whenever verdicts were used.
+      progress: called with (nodes finished, nodes wanted) whenever verdicts were used. Trees that end early lower the
+        second.
 
     Returns:
       The full trees.
@@ -120,13 +125,13 @@ def explore(
       ValueError: for no problems or writers, tree ids that are not distinct, or a key of another kind.
     """
     search = _Search(problems, writers, grader, config, key, tree_ids, (reward, reward_tests))
-    wanted = len(problems) * config.nodes
-    while search.finished < wanted:
-        search.expand()
+    search.expand()
+    while search.open:
         search.decode()
         used = search.use_verdicts()
+        search.expand()
         if used and progress is not None:
-            progress(search.finished, wanted)
+            progress(search.finished, search.wanted)
     return search.result()
 
 
@@ -166,12 +171,16 @@ class _Search:
         self._problems, self._writers, self._grader, self._pay = problems, writers, grader, pay
         self._key, self._lag, self._nodes = key, config.verdict_lag, config.nodes
         # Nodes of a tree that may be open at a time.
-        self._breadth = config.nodes if config.strategy == "grpo" else 1
-        self._how = dict(order=config.order, posterior=config.posterior, strategy=config.strategy)
+        self._breadth = config.nodes if config.strategy in FLAT else config.in_tree_parallelism
+        self._stop_when_solved = config.stop_when_solved
+        shape = Shape(config.max_depth, config.max_children, config.guidance, config.guidance_decay)
+        self._how = dict(order=config.order, posterior=config.posterior, strategy=config.strategy, shape=shape)
         self._forest = empty(len(problems), config.nodes, len(writers))
         # The host's own record of what the next move needs: reading it from the forest would wait for the device.
         self._used = np.zeros(len(problems), np.int32)  # slots
         self._busy = np.zeros(len(problems), np.int32)  # of these, not yet graded
+        self._ended = np.zeros(len(problems), bool)  # before all slots were used
+        self._stuck = np.zeros(len(problems), bool)  # nothing to expand before the next verdict
         self._open: dict[int, tuple[int, int, int, int]] = {}  # ticket of a writer -> tree, slot, parent, agent
         self._awaited: collections.deque[_Awaited] = collections.deque()
         self._attempts: list[dict[int, Attempt]] = [{} for _ in problems]
@@ -179,23 +188,41 @@ class _Search:
         self._seconds = Seconds()
         self.finished = 0
 
+    @property
+    def open(self) -> int:
+        """Nodes that are not graded yet. None after `expand`: the search is over."""
+        return int(self._busy.sum())
+
+    @property
+    def wanted(self) -> int:
+        """Nodes that the trees will have in the end, as far as is known."""
+        return int(np.where(self._ended, self._used, self._nodes).sum())
+
     def expand(self) -> None:
-        """Gives every idle tree that has room a new node, and its agent the request, in the order of the trees."""
+        """Gives every tree that may have another open node one, and its agent the request, in the order of the trees."""
         asked: list[tuple[int, int, int, int, np.ndarray]] = []
-        while (idle := (self._busy < self._breadth) & (self._used < self._nodes)).any():
+        while (idle := self._may_expand()).any():
             with self._timed("selecting"):
                 self._forest, grown = _expand(self._forest, self._key, self._tree_ids, idle, **self._how)
                 expansion, slots, keys = jax.device_get(grown)
-            for tree in np.flatnonzero(idle).tolist():
+            # The limits left no node to expand. Where none is open either, none will ever be.
+            refused = idle & (slots < 0)
+            self._stuck |= refused
+            self._ended |= refused & (self._busy == 0)
+            grew = idle & ~refused
+            for tree in np.flatnonzero(grew).tolist():
                 where = tree, int(slots[tree]), int(expansion.parent[tree]), int(expansion.agent[tree])
                 asked.append((*where, keys[tree]))
-            self._busy += idle
-            self._used += idle
+            self._busy += grew
+            self._used += grew
         # Siblings one after the other: an engine may prefill their common prompt once.
         for tree, slot, parent, agent, key in sorted(asked, key=lambda request: request[:2]):
             ticket = tree * (self._nodes + 1) + slot
             self._open[ticket] = (tree, slot, parent, agent)
             self._writers[agent].submit(ticket, self._problems[tree], self._attempts[tree].get(parent), key)
+
+    def _may_expand(self) -> np.ndarray:
+        return (self._busy < self._breadth) & (self._used < self._nodes) & ~self._ended & ~self._stuck
 
     def decode(self) -> None:
         """One tick: every writer works for a while; what comes out goes to the grader at once."""
@@ -236,6 +263,7 @@ class _Search:
                 voided[node.tree] = node.slot
             else:
                 observed[node.tree], rewards[node.tree] = node.slot, earned
+                self._ended[node.tree] |= self._stop_when_solved and earned >= 1
         with self._timed("selecting"):
             for settled in rounds:
                 self._forest = _settle(self._forest, *settled)
@@ -249,6 +277,7 @@ class _Search:
         depth = above.depth + 1 if above else 1
         self._attempts[node.tree][node.slot] = Attempt(node.slot, node.parent, node.agent, depth, node.draft, grade)
         self._busy[node.tree] -= 1
+        self._stuck[node.tree] = False
         self.finished += 1
 
     @contextmanager
@@ -260,7 +289,7 @@ class _Search:
             setattr(self._seconds, what, getattr(self._seconds, what) + time.perf_counter() - started)
 
 
-@functools.partial(jax.jit, donate_argnums=0, static_argnames=("order", "posterior", "strategy"))
+@functools.partial(jax.jit, donate_argnums=0, static_argnames=("order", "posterior", "strategy", "shape"))
 def _expand(
     forest: Forest,
     key: PRNGKeyArray,
@@ -270,10 +299,12 @@ def _expand(
     order: str,
     posterior: str,
     strategy: str,
+    shape: Shape,
 ) -> tuple[Forest, tuple[Expansion, Int[Array, "trees"], UInt32[Array, "trees 2"]]]:
     """Selection for all trees and a new node for the idle ones: where, in which slot, and the key to write it with."""
     select_key, write_key = (jax.random.fold_in(key, use) for use in (_SELECT, _WRITE))
-    expansion = select(forest, select_key, order=order, posterior=posterior, strategy=strategy, tree_ids=tree_ids)
+    how = dict(order=order, posterior=posterior, strategy=strategy, shape=shape)
+    expansion = select(forest, select_key, **how, tree_ids=tree_ids)
     forest, slot = reserve(forest, expansion, idle)
     keys = jax.vmap(lambda tree, s: jax.random.fold_in(jax.random.fold_in(write_key, tree), s))(tree_ids, slot)
     return forest, (expansion, slot, jax.random.key_data(keys))

@@ -138,14 +138,14 @@ def reserve(
 
     Args:
       forest: the trees.
-      expansion: parent and agent of the new nodes. A parent is the root or a GRADED node.
+      expansion: parent and agent of the new nodes. A parent is the root or a GRADED node, or -1: the tree does not grow.
       mask: trees that grow; None is all.
 
     Returns:
-      The forest and the slot of each new node; -1 where the tree is masked out or full.
+      The forest and the slot of each new node; -1 where the tree is masked out, full, or not to grow.
     """
     size = forest.size
-    grows = size < forest.nodes
+    grows = (size < forest.nodes) & (expansion.parent >= 0)
     if mask is not None:
         grows &= mask
     slot = jnp.where(grows, size + 1, -1)

@@ -123,13 +123,13 @@ def equal(a: Exploration, b: Exploration) -> bool:
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
-@pytest.mark.parametrize("strategy", ["mars2", "grpo"])
-def test_results_and_order_do_not_depend_on_the_graders_speed(strategy, lag):
+@pytest.mark.parametrize("changes", [dict(strategy="mars2"), dict(strategy="flat_multi"), dict(in_tree_parallelism=3)])
+def test_results_and_order_do_not_depend_on_the_graders_speed(changes, lag):
     runs = []
     for delays in (None, random.Random(1), random.Random(2)):
         log: list[tuple] = []
         grader = ScriptedGrader(delays)
-        result = search(grader=grader, log=log, strategy=strategy, verdict_lag=lag)
+        result = search(grader=grader, log=log, verdict_lag=lag, **changes)
         runs.append((result, log, grader.submitted))
     for result, log, submitted in runs[1:]:
         assert equal(result, runs[0][0])
@@ -241,12 +241,78 @@ def test_a_grader_that_always_fails_ends_the_search():
 def test_grpo_is_flat_and_asks_at_once():
     log: list[tuple] = []
     grader = ScriptedGrader()
-    result = search(strategy="grpo", log=log, grader=grader)
+    result = search(strategy="flat_multi", log=log, grader=grader)
     forest = jax.device_get(result.forest)
     assert (forest.depth[:, 1:] == 1).all() and (forest.parent[:, 1:] == 0).all()
     assert (forest.agent[:, 1:] == np.arange(8) % 2).all()
     # Nothing waits for a verdict: tickets enter in order, siblings together.
     assert [ticket for _, ticket, _ in log] == [tree * 9 + slot for tree in range(5) for slot in range(1, 9)]
+
+
+@pytest.mark.parametrize("breadth", [2, 5])
+def test_in_tree_parallelism_keeps_so_many_nodes_open(breadth):
+    class Counting(ScriptedGrader):
+        """Counts the nodes of the one tree that were asked for and not judged."""
+
+        most = 0
+
+        def wait(self, ticket):
+            self.most = max(self.most, len(log) - self.waited)
+            self.waited += 1
+            return super().wait(ticket)
+
+        waited = 0
+
+    log: list[tuple] = []
+    grader = Counting()
+    result = search(trees=1, log=log, grader=grader, in_tree_parallelism=breadth)
+    assert grader.most == breadth
+    forest = jax.device_get(result.forest)
+    assert forest.graded[:, 1:].all()
+    # Nothing is built on what was not graded yet: the writer was shown every parent's text.
+    assert forest.depth.max() > 1
+    for attempt in result.attempts[0].values():
+        above = result.attempts[0][attempt.parent].draft.text if attempt.parent else ""
+        assert f"after [{above}] " in attempt.draft.text
+
+
+@pytest.mark.parametrize("breadth", [1, 3])
+def test_a_solved_tree_ends(breadth):
+    calls: list[tuple[int, int]] = []
+    config = default_config().search
+    config.update(stop_when_solved=True, in_tree_parallelism=breadth)
+    writers = [ScriptedWriter(f"w{a}", []) for a in range(2)]
+    problems = [problem(i) for i in range(8)]
+    result = explore(problems, writers, ScriptedGrader(), config, key=KEY, progress=lambda *pair: calls.append(pair))
+    forest = jax.device_get(result.forest)
+    solved = (forest.reward == 1).any(-1)
+    sizes = (forest.status[:, 1:] != Status.EMPTY).sum(-1)
+    assert solved.any() and (forest.status != Status.PENDING).all()
+    assert (sizes[~solved] == 8).all() and (sizes[solved] < 8).any()
+    for tree in np.flatnonzero(solved):
+        first = int(np.argmax(forest.reward[tree] == 1))
+        # What was open when the solution was found is finished, and nothing else.
+        assert first <= sizes[tree] <= first + 2 * (breadth - 1) + (breadth > 1)
+    assert [len(attempts) for attempts in result.attempts] == sizes.tolist()
+    assert calls[-1] == (sizes.sum(), sizes.sum())
+
+
+def test_limits_end_a_tree_that_void_nodes_left_without_room():
+    """Two levels of two hold six nodes; below a void node there are none."""
+    result = search(grader=ScriptedGrader(infra=3), max_depth=2, max_children=2, nodes=6)
+    forest = jax.device_get(result.forest)
+    sizes = (forest.status[:, 1:] != Status.EMPTY).sum(-1)
+    voids = ((forest.status == Status.VOID) & (forest.depth == 1)).sum(-1)
+    assert voids.any()
+    np.testing.assert_array_equal(sizes, 6 - 2 * voids)
+    assert forest.depth.max() == 2
+
+
+def test_limits_wait_for_open_nodes():
+    """With room for one child a node and three open at a time, each node must wait for the one before."""
+    result = search(trees=2, max_children=1, in_tree_parallelism=3)
+    forest = jax.device_get(result.forest)
+    np.testing.assert_array_equal(forest.parent[:, 1:], np.tile(np.arange(8), (2, 1)))
 
 
 def test_reward_tests_public():

@@ -140,8 +140,9 @@ def test_agent_first_enters_only_children_of_the_agent():
     assert (one == 0).any() and (one > 0).any()
 
 
-def test_grpo_is_flat_and_takes_turns():
-    forest = grow(6, jax.random.key(0), order="agent_first", posterior="beta", strategy="grpo")
+@pytest.mark.parametrize("strategy", ["flat_multi", "grpo"])
+def test_flat_strategies_are_flat_and_take_turns(strategy):
+    forest = grow(6, jax.random.key(0), order="agent_first", posterior="beta", strategy=strategy)
     assert (forest.parent[:, 1:] == 0).all() and (forest.depth[:, 1:] == 1).all()
     assert (forest.agent[:, 1:] == jnp.arange(NODES) % AGENTS).all()
 
