@@ -148,3 +148,38 @@ def test_written_config_is_the_whole_of_it(tmp_path):
     assert json.loads(path.read_text()) == json.loads(json.dumps(config.to_dict()))  # JSON has no tuples
     restored = ConfigDict(json.loads(path.read_text()))
     validate(restored)
+
+
+@pytest.mark.parametrize(
+    ("agents", "search", "message"),
+    [
+        (2, dict(strategy="grpo"), "'grpo', which has one agent, but config.agents has 2: use 'flat_multi'"),
+        (2, dict(strategy="rs2"), "'rs2', which has one agent, but config.agents has 2: use 'mars2'"),
+        (2, dict(strategy="flat_multi", max_depth=2), "search.max_depth is 2, but strategy 'flat_multi' does not use"),
+        (2, dict(strategy="flat_multi", in_tree_parallelism=2), "search.in_tree_parallelism is 2, but strategy"),
+        (2, dict(strategy="round_robin", max_children=2, guidance=0.98), "search.guidance is 0.98, but strategy"),
+        (2, dict(strategy="best_first"), "max_children is 0; strategy 'best_first' fills node after node: set it"),
+        (2, dict(max_depth=2, max_children=2), "search.nodes is 8, but .* a tree holds 6"),
+        (2, dict(max_depth=10**9, max_children=1, nodes=9), None),
+        (2, dict(max_depth=3, max_children=2, guidance=0.98, guidance_decay=0.9, in_tree_parallelism=4), None),
+        (1, dict(strategy="grpo"), None),
+        (2, dict(strategy="flat_multi"), None),
+        (2, dict(strategy="round_robin", max_children=2), None),
+    ],
+)
+def test_strategies_of_the_search(agents, search, message):
+    config = good_config(("coder", "reviewer")[:agents])
+    config.search.update(search)
+    if message is None:
+        validate(config)
+    else:
+        with pytest.raises(ConfigError, match=message):
+            validate(config)
+
+
+@pytest.mark.parametrize("name", ["co-der", "7", "a b", ""])
+def test_names_of_agents_can_be_overridden_on_the_command_line(name):
+    config = good_config()
+    config.agents[name] = agent_config()
+    with pytest.raises(ConfigError, match="a name is made of letters, digits and _"):
+        validate(config)

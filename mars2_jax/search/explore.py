@@ -199,7 +199,7 @@ class _Search:
         return int(np.where(self._ended, self._used, self._nodes).sum())
 
     def expand(self) -> None:
-        """Gives every tree that may have another open node one, and its agent the request, in the order of the trees."""
+        """Gives each tree that may have another open node one, and its agent the request, in the order of the trees."""
         asked: list[tuple[int, int, int, int, np.ndarray]] = []
         while (idle := self._may_expand()).any():
             with self._timed("selecting"):

@@ -138,7 +138,7 @@ def reserve(
 
     Args:
       forest: the trees.
-      expansion: parent and agent of the new nodes. A parent is the root or a GRADED node, or -1: the tree does not grow.
+      expansion: parent and agent of the new nodes. A parent is the root or a GRADED node; -1: the tree stays.
       mask: trees that grow; None is all.
 
     Returns:

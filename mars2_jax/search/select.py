@@ -18,7 +18,7 @@ __all__ = ["FLAT", "ORDERS", "STRATEGIES", "Shape", "Tree", "agent_first", "node
 
 STRATEGIES = ("mars2", "rs2", "flat_multi", "grpo", "best_first", "round_robin")
 FLAT = ("flat_multi", "grpo")
-"""Strategies whose nodes are all children of the root: they look at no reward, so that nothing makes a chain of them."""
+"""Strategies whose nodes are all children of the root. They look at no reward: nothing makes a chain of a tree."""
 
 
 @dataclasses.dataclass(frozen=True)
