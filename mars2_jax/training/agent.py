@@ -36,10 +36,10 @@ class ModelFile:
 
     Raises:
       ModelError: missing, damaged, of another checksum, or not supported.
-      ConfigError: sequences longer than the model was made for.
+      ConfigError: sequences longer than the model was made for, or an attention that cannot run on the mesh.
     """
 
-    def __init__(self, model: FrozenConfigDict, longest: int, mesh: Mesh):
+    def __init__(self, model: FrozenConfigDict, longest: int, mesh: Mesh, *, key: str = "agents.<name>.model"):
         self.model, self.path = model, model.path
         with open_checkpoint(self.path, model.sha256) as checkpoint:
             self.config: ModelConfig = checkpoint.config
@@ -56,7 +56,7 @@ class ModelFile:
             platform=platform(mesh),
             dtype=self.dtype,
             head_dim=self.config.head_dim,
-            key="agents.<name>.model.attention",
+            key=f"{key}.attention",
         )
 
     def load(self) -> Decoder:
@@ -210,10 +210,10 @@ def open_models(run: FrozenConfigDict, mesh: Mesh) -> dict[str, ModelFile]:
     """The models that the agents name, by path, for a mesh; each is opened once. Raises as `ModelFile` does."""
     longest = longest_sequence(run)
     files: dict[str, ModelFile] = {}
-    for agent in run.agents.values():
+    for name, agent in run.agents.items():
         model = agent.model
         if model.path not in files:
-            files[model.path] = ModelFile(model, longest, mesh)
+            files[model.path] = ModelFile(model, longest, mesh, key=f"agents.{name}.model")
         known = files[model.path].model
         for key in ("sha256", "dtype", "attention"):
             if known[key] != model[key]:
