@@ -107,10 +107,12 @@ class Learner:
         """
         if temperature <= 0:
             raise ConfigError(f"rollout.temperature={temperature} must be above 0 to train: greedy text has no ratio")
-        # Fails on a bad buffer now, not at the first update.
-        overlong_penalty(
-            jnp.zeros(1, jnp.int32), budget=budget, buffer=learning.overlong_buffer, factor=learning.overlong_factor
+        # Fails on a bad buffer now, not at the first update. Traced only: the mesh in context may be of devices that are
+        # compiled for and not there.
+        penalty = functools.partial(
+            overlong_penalty, budget=budget, buffer=learning.overlong_buffer, factor=learning.overlong_factor
         )
+        jax.eval_shape(penalty, jax.ShapeDtypeStruct((1,), jnp.int32))
         return cls(
             nnx.graphdef(model), FrozenConfigDict(learning), FrozenConfigDict(optimizer), float(temperature), budget
         )

@@ -37,8 +37,8 @@ class LayerCache(NamedTuple):
     value: Float[Array, "slots kv_heads length head_dim"]
 
 
-AXES = LayerCache(key=("rows", "kv_heads", None, None), value=("rows", "kv_heads", None, None))
-"""Logical axes of the arrays of a layer."""
+AXES = ("rows", "kv_heads", None, None)
+"""Logical axes of a layer's keys, and of its values."""
 
 KeyValues = tuple[LayerCache, ...]
 """All layers. One pair of arrays a layer: slices of a stacked array would be copied in every step."""
@@ -54,7 +54,7 @@ def empty(config: ModelConfig, slots: int, length: int, dtype) -> KeyValues:
 
 def constrain_cache(cache: KeyValues) -> KeyValues:
     """The same cache, split over the mesh in context by its logical axes, see `parallel.mesh.constrain`."""
-    return tuple(LayerCache(*(constrain(x, *axes) for x, axes in zip(layer, AXES, strict=True))) for layer in cache)
+    return jax.tree.map(lambda x: constrain(x, *AXES), cache)
 
 
 def layer_cache(

@@ -71,8 +71,8 @@ def _cudnn_obstacle(platform: str, dtype: Any, head_dim: int) -> str | None:
 def _splash_obstacle(platform: str, head_dim: int) -> str | None:
     if platform != "tpu":
         return f"the splash kernel runs on TPUs only, and the mesh is of {platform} devices"
-    if head_dim % 64:
-        return f"the splash kernel takes a head_dim that is a multiple of 64, and the model's is {head_dim}"
+    if head_dim % 16:
+        return f"the splash kernel takes a head_dim that is a multiple of 16, and the model's is {head_dim}"
     return None
 
 

@@ -248,9 +248,8 @@ class Engine:
     def _empty_cache(self, length: int) -> kv.KeyValues:
         """A cache of zeros, each device's part made on the device."""
         make = functools.partial(kv.empty, self._config, len(self._running), length, self._dtype)
-        shapes = jax.eval_shape(make)[0]
-        layer = kv.LayerCache(*(self._placement(axes, x.shape) for axes, x in zip(kv.AXES, shapes, strict=True)))
-        return jax.jit(make, out_shardings=(layer,) * self._config.layers)()
+        placement = jax.tree.map(lambda x: self._placement(kv.AXES, x.shape), jax.eval_shape(make))
+        return jax.jit(make, out_shardings=placement)()
 
     def _prefill(self, requests: Sequence[Request]) -> None:
         """Computes keys and values of the prompts that are not in memory, shortest first, each distinct one once."""

@@ -73,7 +73,7 @@ def test_cudnn_is_asked_for_the_same_attention(monkeypatch, inputs):
         ("rocm", jnp.bfloat16, 128, "xla"),
         ("tpu", jnp.bfloat16, 128, "splash"),
         ("tpu", jnp.float32, 64, "splash"),
-        ("tpu", jnp.bfloat16, 80, "xla"),
+        ("tpu", jnp.bfloat16, 72, "xla"),
     ],
 )
 def test_auto_is_the_fastest_that_runs(platform, dtype, head_dim, chosen):
@@ -86,7 +86,7 @@ def test_auto_is_the_fastest_that_runs(platform, dtype, head_dim, chosen):
     ("name", "platform", "dtype", "head_dim", "message"),
     [
         ("splash", "cpu", jnp.float32, 128, "TPUs only, and the mesh is of cpu devices"),
-        ("splash", "tpu", jnp.bfloat16, 80, "multiple of 64, and the model's is 80"),
+        ("splash", "tpu", jnp.bfloat16, 72, "multiple of 16, and the model's is 72"),
         ("cudnn", "tpu", jnp.bfloat16, 128, "NVIDIA GPUs only, and the mesh is of tpu devices"),
         ("cudnn", "cuda", jnp.float32, 128, "the model's dtype is float32"),
         ("cudnn", "cuda", jnp.bfloat16, 256, "at most 128, and the model's is 256"),
