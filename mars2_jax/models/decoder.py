@@ -245,8 +245,10 @@ class Decoder(nnx.Module):
     def logits(self, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         """Scores of the next token, in float32."""
         table = self.embedding if self.head is None else self.head
-        weight = table[...].astype(hidden.dtype)
-        return jnp.einsum("...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32)
+        # Gathered over fsdp here, or its gradient would gather the logits' cotangent of all rows instead.
+        weight = constrain(table[...].astype(hidden.dtype), "vocab", None)
+        scores = jnp.einsum("...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32)
+        return constrain(scores, "rows", *(None,) * (scores.ndim - 2), "vocab") if scores.ndim > 1 else scores
 
 
 def _rematerialised(layer: Callable[..., Any], remat: str, *, prevent_cse: bool) -> Callable[..., Any]:
