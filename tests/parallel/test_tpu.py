@@ -27,5 +27,5 @@ def test_an_update_compiles_for_tpu_with_splash_attention():
     # One in the forward pass and two in the backward pass, in a scan over the layers: with remat="dots" the forward
     # kernel is not run again.
     assert told["kernels"] == 3
-    # Weights and both moments, in eighths; what does not divide (the norms' counterparts, the batch) is little.
-    assert told["whole"] / 8 < told["arguments"] < 1.1 * told["whole"] / 8
+    # Weights and both moments lie in eighths; the tiles that small arrays are padded to take the rest.
+    assert told["whole"] / 8 < told["arguments"] < 1.5 * told["whole"] / 8
