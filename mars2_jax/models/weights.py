@@ -14,15 +14,18 @@ from mars2_jax.errors import ModelError
 from mars2_jax.models.config import ModelConfig
 from mars2_jax.models.decoder import Decoder
 from mars2_jax.models.files import Checkpoint
+from mars2_jax.models.lora import Lora
 
 __all__ = ["abstract_decoder", "load"]
 
 Reader = Callable[[str], np.ndarray]
 
 
-def abstract_decoder(config: ModelConfig, *, dtype=jnp.float32, param_dtype=jnp.float32) -> Decoder:
+def abstract_decoder(
+    config: ModelConfig, *, dtype=jnp.float32, param_dtype=jnp.float32, lora: Lora | None = None
+) -> Decoder:
     """A decoder whose parameters are shapes only; nothing is allocated."""
-    return nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0), dtype=dtype, param_dtype=param_dtype))
+    return nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0), dtype=dtype, param_dtype=param_dtype, lora=lora))
 
 
 def load(checkpoint: Checkpoint, *, dtype=jnp.float32, param_dtype=jnp.float32, shardings=None) -> Decoder:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +20,30 @@ from mars2_jax.learning.update import Learner, TrainState
 from mars2_jax.models.config import ModelConfig
 from mars2_jax.models.decoder import Decoder
 from mars2_jax.models.files import find, open_checkpoint
+from mars2_jax.models.lora import Lora, learned, merge_lora
 from mars2_jax.models.tokenizer import ChatTokenizer, load_tokenizer
 from mars2_jax.models.weights import abstract_decoder, load
 from mars2_jax.parallel.mesh import param_shardings, rows
 from mars2_jax.rollout.engine import Engine
 from mars2_jax.rollout.types import Completion, SamplingParams
 from mars2_jax.training.buffer import Buffer, TreeKey
+from mars2_jax.training.keys import adapter_key
 from mars2_jax.training.writer import EngineWriter, Prompter
 
-__all__ = ["Agent", "ModelFile", "build_team", "make_prompter", "open_models"]
+__all__ = ["Agent", "ModelFile", "Weights", "build_team", "make_prompter", "open_models", "plain_weights"]
+
+
+class Weights(NamedTuple):
+    """The weights of one checkpoint, held once for all agents that name it.
+
+    Attributes:
+      base: in the type that the model computes in. Frozen agents decode with them, adapters stand on them, and they are
+        the reference of the KL term.
+      master: in float32, which agents without adapters start to learn from; None where there is no such agent.
+    """
+
+    base: nnx.State
+    master: nnx.State | None
 
 
 class ModelFile:
@@ -50,11 +66,17 @@ class ModelFile:
             )
         self.dtype = _dtype(model.dtype)
 
-    def load(self, mesh: Mesh) -> Decoder:
-        """The model with float32 weights, placed on the mesh."""
-        _, abstract = nnx.split(abstract_decoder(self.config))
+    def abstract(self, lora: Lora | None = None) -> Decoder:
+        """The decoder without arrays, with adapters where `lora` is given."""
+        return abstract_decoder(self.config, dtype=self.dtype, lora=lora)
+
+    def load(self, mesh: Mesh, *, master: bool) -> Weights:
+        """The weights, placed on the mesh; with `master` in float32 too."""
+        shardings = param_shardings(mesh, nnx.state(self.abstract()))
+        stored = jnp.float32 if master else self.dtype
         with open_checkpoint(self.path) as checkpoint:
-            return load(checkpoint, dtype=self.dtype, shardings=param_shardings(mesh, abstract))
+            params = nnx.state(load(checkpoint, dtype=self.dtype, param_dtype=stored, shardings=shardings))
+        return Weights(_cast(params, self.dtype), params if master else None)
 
 
 def _dtype(name: str) -> Any:
@@ -65,6 +87,9 @@ def _dtype(name: str) -> Any:
 
 class Agent:
     """One member of the team. See `build_team`.
+
+    What it learns is `state.params`: all weights, or adapters (`config.model.lora`) over those of the checkpoint, which
+    stay as they are.
 
     Attributes:
       name: its name in the config.
@@ -80,7 +105,8 @@ class Agent:
         config: FrozenConfigDict,
         run: FrozenConfigDict,
         model: ModelFile,
-        decoder: Decoder,
+        weights: Weights,
+        mesh: Mesh,
         *,
         learn: bool,
     ):
@@ -88,32 +114,37 @@ class Agent:
         self.tokenizer = model.tokenizer
         self.buffer = Buffer()
         self.state: TrainState | None = None
-        self._reference: nnx.State | None = None
+        self._dtype = model.dtype
+        lora = Lora.from_config(config.model.lora)
+        self._base = weights.base if lora else None
+        # The checkpoint's weights as the reference of the KL term, and what scores with them; shared, never a copy.
+        self._reference: tuple[Learner, nnx.State] | None = None
+        decoder = model.abstract(lora)
+        start = _fresh_adapters(model, lora, adapter_key(run.seed, name), mesh) if lora else weights.base
         rollout = run.rollout
         self.engine = Engine(
-            decoder,
+            nnx.merge(nnx.graphdef(decoder), self._complete(start)),
             slots=rollout.slots,
             chunk=rollout.chunk,
             capacity=longest_sequence(run),
             stop_ids=model.tokenizer.stop_ids,
             detokenize=model.tokenizer.decode,
         )
-        params = nnx.state(decoder)
-        if config.trainable:
-            self.learner = Learner.create(
-                decoder,
-                run.learning,
-                config.optimizer,
-                temperature=rollout.temperature,
-                budget=rollout.max_new_tokens,
-            )
-            self._params_shape = jax.tree.map(_shape, params)
-        if config.trainable and learn:
-            # Kept only for the KL term; agents of one checkpoint share it.
-            self._reference = params if run.learning.kl_coef > 0 else None
-            self.set_state(self.learner.init(params))
-        else:
-            self.set_params(params)
+        if not config.trainable:
+            return
+        learner = functools.partial(
+            Learner.create,
+            learning=run.learning,
+            optimizer=config.optimizer,
+            temperature=rollout.temperature,
+            budget=rollout.max_new_tokens,
+        )
+        self.learner = learner(decoder)
+        self._params_shape = _shapes(nnx.state(decoder, learned(lora)), mesh)
+        if learn:
+            if run.learning.kl_coef > 0:
+                self._reference = learner(model.abstract()), weights.base
+            self.set_state(self.learner.init(start if lora else weights.master))
 
     def set_state(self, state: TrainState) -> None:
         """Learns and decodes from this state on."""
@@ -121,9 +152,13 @@ class Agent:
         self.set_params(state.params)
 
     def set_params(self, params: nnx.State) -> None:
-        """Decodes with these weights from now on; what it learns from stays."""
-        # Cast once to the type that the engine computes in, not in every step.
-        self.engine.set_params(jax.tree.map(lambda x: x.astype(self.engine.dtype), params))
+        """Decodes with these weights, or adapters, from now on; what it learns from stays."""
+        self.engine.set_params(self._complete(params))
+
+    def _complete(self, params: nnx.State) -> nnx.State:
+        """All that its decoder needs, in the type that it computes in: cast once, not in every step."""
+        params = _cast(params, self._dtype)
+        return params if self._base is None else nnx.merge_state(params, self._base)
 
     def abstract_state(self) -> TrainState:
         """Shapes, types and shardings of its training state, which need not exist."""
@@ -145,12 +180,13 @@ class Agent:
             return
         prompts = [c.prompt for _, _, c in written]
         responses = [c.tokens for _, _, c in written]
-        old = self.learner.score_responses(self.state.params, prompts, responses)
+        old = self.learner.score_responses(self.state.params, prompts, responses, self._base)
         reference: list[np.ndarray] | list[None] = [None] * len(written)
         if self._reference is not None:
             # Before the first update both are the same weights.
             first = int(self.state.step) == 0
-            reference = old if first else self.learner.score_responses(self._reference, prompts, responses)
+            learner, weights = self._reference
+            reference = old if first else learner.score_responses(weights, prompts, responses)
         samples = [
             Sample(tree, slot, c.prompt, c.tokens, c.logprobs, lp_old, lp_ref)
             for (tree, slot, c), lp_old, lp_ref in zip(written, old, reference, strict=True)
@@ -170,14 +206,34 @@ class Agent:
         batch, keys = make_batch(samples, trees, micro_batch_size=learning.micro_batch_size)
         if mesh.size > 1:
             batch = dataclasses.replace(batch, samples=jax.device_put(batch.samples, rows(mesh, leading=1)))
-        state, metrics, advantages = self.learner.update(self.state, batch)
+        state, metrics, advantages = self.learner.update(self.state, batch, self._base)
         metrics, advantages = jax.device_get((metrics, advantages))
         self.set_state(state)
         return {name: float(value) for name, value in metrics.items()}, keys, advantages  # type: ignore[return-value]
 
 
-def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+def _cast(params: nnx.State, dtype: Any) -> nnx.State:
+    """The same arrays where they have the type already."""
+    return jax.tree.map(lambda x: x.astype(dtype), params)
+
+
+def _shapes(abstract: nnx.State, mesh: Mesh) -> nnx.State:
+    """Shapes and shardings of parameters in float32."""
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=sharding),
+        abstract,
+        param_shardings(mesh, abstract),
+    )
+
+
+def _fresh_adapters(model: ModelFile, lora: Lora, key: jax.Array, mesh: Mesh) -> nnx.State:
+    """Adapters that change nothing yet, in float32, placed on the mesh."""
+
+    def make(key: jax.Array) -> nnx.State:
+        # The weights are not asked for, so that the compiled program does not make them.
+        return nnx.state(Decoder(model.config, nnx.Rngs(params=0, lora=key), lora=lora), nnx.LoRAParam)
+
+    return jax.jit(make, out_shardings=param_shardings(mesh, jax.eval_shape(make, key)))(key)
 
 
 def longest_sequence(run: FrozenConfigDict) -> int:
@@ -213,11 +269,31 @@ def open_models(run: FrozenConfigDict) -> dict[str, ModelFile]:
 def build_team(run: FrozenConfigDict, files: dict[str, ModelFile], mesh: Mesh, *, learn: bool = True) -> list[Agent]:
     """Loads the models and makes the agents, in the order of their names in the config.
 
-    Agents of one checkpoint start from equal weights, read once, and then go their own ways. `learn=False` makes no
-    optimizer states and no references.
+    Agents of one checkpoint start from equal weights, read once, and then go their own ways: those with adapters share
+    these weights for good. `learn=False` makes no optimizer states and no references.
     """
-    decoders = {path: file.load(mesh) for path, file in files.items()}
+    masters = {
+        agent.model.path for agent in run.agents.values() if learn and agent.trainable and not agent.model.lora.rank
+    }
+    weights = {path: file.load(mesh, master=path in masters) for path, file in files.items()}
     return [
-        Agent(name, config, run, files[config.model.path], decoders[config.model.path], learn=learn)
+        Agent(name, config, run, files[config.model.path], weights[config.model.path], mesh, learn=learn)
         for name, config in run.agents.items()
     ]
+
+
+def plain_weights(model: ModelFile, config: FrozenConfigDict, params: nnx.State, mesh: Mesh) -> nnx.State:
+    """All weights of a decoder without adapters that computes what an agent's does, in float32, placed on the mesh.
+
+    Args:
+      model: the agent's model.
+      config: its section of the config.
+      params: what it has learned, the `params` of its `TrainState`.
+      mesh: may be one of a single CPU device, to merge in host memory.
+    """
+    lora = Lora.from_config(config.model.lora)
+    if lora is None:
+        return params
+    base = model.load(mesh, master=True).master
+    place = param_shardings(mesh, nnx.state(model.abstract()))
+    return jax.jit(lambda a, b: merge_lora(nnx.merge_state(a, b), lora), out_shardings=place)(params, base)
