@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): a frozen weight W acts as W + (alpha / rank) · B A.
 
-Ours, because `qwix.apply_lora_to_model` (0.1.8) does not fit this decoder: weights that are reshaped before their matmul
-get no adapter, the others one with the logical axes of the whole weight; it intercepts one method, and the engine calls
-another; and every call makes a new class, so that no two agents would share a compiled program.
+Ours, because `qwix.apply_lora_to_model` (0.1.8) does not fit this decoder: weights that are reshaped before their
+matmul get no adapter, the others one with the logical axes of the whole weight; it intercepts one method, and the
+engine calls another; and every call makes a new class, so that no two agents would share a compiled program.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -97,6 +98,8 @@ class Agent:
       engine: decodes with its current weights.
       buffer: its finished nodes that no update has used yet.
       state: weights, optimizer state and number of updates; None where it does not learn.
+      lora: which adapters it learns; None where it learns all weights or nothing.
+      base: the frozen weights under its adapters; None where it has none.
     """
 
     def __init__(
@@ -115,12 +118,12 @@ class Agent:
         self.buffer = Buffer()
         self.state: TrainState | None = None
         self._dtype = model.dtype
-        lora = Lora.from_config(config.model.lora)
-        self._base = weights.base if lora else None
+        self.lora = lora = Lora.from_config(config.model.lora)
+        self.base = weights.base if lora else None
         # The checkpoint's weights as the reference of the KL term, and what scores with them; shared, never a copy.
         self._reference: tuple[Learner, nnx.State] | None = None
         decoder = model.abstract(lora)
-        start = _fresh_adapters(model, lora, adapter_key(run.seed, name), mesh) if lora else weights.base
+        start = _adapter_program(model.config, lora, mesh)(adapter_key(run.seed, name)) if lora else weights.base
         rollout = run.rollout
         self.engine = Engine(
             nnx.merge(nnx.graphdef(decoder), self._complete(start)),
@@ -158,7 +161,7 @@ class Agent:
     def _complete(self, params: nnx.State) -> nnx.State:
         """All that its decoder needs, in the type that it computes in: cast once, not in every step."""
         params = _cast(params, self._dtype)
-        return params if self._base is None else nnx.merge_state(params, self._base)
+        return params if self.base is None else nnx.merge_state(params, self.base)
 
     def abstract_state(self) -> TrainState:
         """Shapes, types and shardings of its training state, which need not exist."""
@@ -180,7 +183,7 @@ class Agent:
             return
         prompts = [c.prompt for _, _, c in written]
         responses = [c.tokens for _, _, c in written]
-        old = self.learner.score_responses(self.state.params, prompts, responses, self._base)
+        old = self.learner.score_responses(self.state.params, prompts, responses, self.base)
         reference: list[np.ndarray] | list[None] = [None] * len(written)
         if self._reference is not None:
             # Before the first update both are the same weights.
@@ -206,7 +209,7 @@ class Agent:
         batch, keys = make_batch(samples, trees, micro_batch_size=learning.micro_batch_size)
         if mesh.size > 1:
             batch = dataclasses.replace(batch, samples=jax.device_put(batch.samples, rows(mesh, leading=1)))
-        state, metrics, advantages = self.learner.update(self.state, batch, self._base)
+        state, metrics, advantages = self.learner.update(self.state, batch, self.base)
         metrics, advantages = jax.device_get((metrics, advantages))
         self.set_state(state)
         return {name: float(value) for name, value in metrics.items()}, keys, advantages  # type: ignore[return-value]
@@ -226,14 +229,16 @@ def _shapes(abstract: nnx.State, mesh: Mesh) -> nnx.State:
     )
 
 
-def _fresh_adapters(model: ModelFile, lora: Lora, key: jax.Array, mesh: Mesh) -> nnx.State:
-    """Adapters that change nothing yet, in float32, placed on the mesh."""
+@functools.cache
+def _adapter_program(config: ModelConfig, lora: Lora, mesh: Mesh) -> Callable[[jax.Array], nnx.State]:
+    """From a key to adapters that change nothing yet, in float32, placed on the mesh."""
 
     def make(key: jax.Array) -> nnx.State:
         # The weights are not asked for, so that the compiled program does not make them.
-        return nnx.state(Decoder(model.config, nnx.Rngs(params=0, lora=key), lora=lora), nnx.LoRAParam)
+        return nnx.state(Decoder(config, nnx.Rngs(params=0, lora=key), lora=lora), nnx.LoRAParam)
 
-    return jax.jit(make, out_shardings=param_shardings(mesh, jax.eval_shape(make, key)))(key)
+    abstract = nnx.state(abstract_decoder(config, lora=lora), nnx.LoRAParam)
+    return jax.jit(make, out_shardings=param_shardings(mesh, abstract))
 
 
 def longest_sequence(run: FrozenConfigDict) -> int:

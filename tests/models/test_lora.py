@@ -1,6 +1,5 @@
 import dataclasses
 import functools
-import zlib
 
 import jax
 import jax.numpy as jnp
@@ -9,29 +8,15 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from mars2_jax.models.config import ModelConfig
 from mars2_jax.models.lora import Adapter, Lora, learned, merge_lora
 from mars2_jax.models.weights import abstract_decoder
 from mars2_jax.parallel.mesh import param_shardings
-from tests.models.tiny import TINY
+from tests.models.tiny import TINY, random_decoder
 
 BOTH = Lora(3, 12.0, frozenset({"attention", "mlp"}))
 SMALL = dataclasses.replace(TINY, layers=1)
 BIASED = dataclasses.replace(SMALL, qkv_bias=True, qk_norm=True, tied_embeddings=False)
 TOKENS = np.arange(10)[None] * 7 % TINY.vocab_size
-
-
-def filled(config: ModelConfig, lora: Lora | None, *, trained: bool = True) -> tuple[nnx.GraphDef, nnx.State]:
-    """A decoder with random weights, equal with and without adapters; without `trained` these change nothing."""
-    graphdef, abstract = nnx.split(abstract_decoder(config, lora=lora))
-
-    def fill(path, x):
-        if path[-1] == "b" and not trained:
-            return x.replace(jnp.zeros(x.shape))
-        rng = np.random.default_rng(zlib.crc32(str(path).encode()))
-        return x.replace(jnp.asarray(rng.normal(0, 0.3, x.shape), jnp.float32))
-
-    return graphdef, nnx.map_state(fill, abstract)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -48,7 +33,9 @@ def test_targets_name_the_weights_with_adapters(targets):
 
 
 def test_untrained_adapters_change_nothing():
-    np.testing.assert_array_equal(logits(*filled(SMALL, BOTH, trained=False)), logits(*filled(SMALL, None)))
+    np.testing.assert_array_equal(
+        logits(*random_decoder(SMALL, BOTH, trained=False)), logits(*random_decoder(SMALL, None))
+    )
 
 
 def test_a_starts_uniform_within_one_over_the_root_of_its_inputs_and_b_at_zero():
@@ -63,8 +50,8 @@ def test_a_starts_uniform_within_one_over_the_root_of_its_inputs_and_b_at_zero()
 
 @pytest.mark.parametrize("config", [SMALL, BIASED], ids=["llama", "biased"])
 def test_merged_weights_compute_the_same(config):
-    graphdef, params = filled(config, BOTH)
-    plain, start = filled(config, None)
+    graphdef, params = random_decoder(config, BOTH)
+    plain, start = random_decoder(config, None)
     merged = merge_lora(params, BOTH)
     assert jax.tree.structure(merged) == jax.tree.structure(start)
     want = logits(graphdef, params)
