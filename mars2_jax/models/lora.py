@@ -13,11 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Key
 from ml_collections import ConfigDict, FrozenConfigDict
 
-__all__ = ["Adapter", "Lora", "adapter", "learned", "merge_lora"]
+__all__ = ["Adapter", "Lora", "adapter", "fresh_adapters", "learned", "merge_lora"]
 
 _SUFFIX = "_lora"
 """The adapter of the weight `qkv` is the attribute `qkv_lora`."""
@@ -66,10 +67,7 @@ class Adapter(nnx.Module):
         cut = weight.ndim - inputs
         axes = weight.get_metadata("axes")
         a, b = (lora.rank, *weight.shape[cut:]), (*weight.shape[:cut], lora.rank)
-        bound = math.prod(a[1:]) ** -0.5
-        self.a = nnx.LoRAParam(
-            jax.random.uniform(rngs.lora(), a, weight.dtype, -bound, bound), axes=(None, *axes[cut:])
-        )
+        self.a = nnx.LoRAParam(_start_a(rngs.lora(), a, weight.dtype), axes=(None, *axes[cut:]))
         self.b = nnx.LoRAParam(jnp.zeros(b, weight.dtype), axes=(*axes[:cut], None))
         self.scale = lora.scale
 
@@ -80,9 +78,35 @@ class Adapter(nnx.Module):
         return jnp.einsum("...r,or->...o", self.scale * jnp.einsum("...i,ri->...r", x, a), b)
 
 
+def _start_a(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    bound = math.prod(shape[1:]) ** -0.5
+    return jax.random.uniform(key, shape, dtype, -bound, bound)
+
+
 def adapter(lora: Lora | None, target: str, weight: nnx.Param, inputs: int, rngs: nnx.Rngs) -> Adapter | None:
     """The adapter of a weight of the group `target`, see `Adapter`; None where `lora` gives that group none."""
     return Adapter(weight, inputs, lora, rngs) if lora is not None and target in lora.targets else None
+
+
+def fresh_adapters(abstract: nnx.State, key: Key[Array, ""], shardings: nnx.State) -> nnx.State:
+    """Adapters that change nothing yet, in float32.
+
+    As `Adapter` makes them, but shape by shape: a program that made those of all layers would take minutes to compile.
+
+    Args:
+      abstract: shapes of a decoder's adapters.
+      key: they are a function of it alone, whatever the mesh.
+      shardings: where they lie, a tree like `abstract`.
+    """
+    place = dict(nnx.to_flat_state(shardings))
+    made = []
+    for index, (path, variable) in enumerate(nnx.to_flat_state(abstract)):
+        if path[-1] == "a":
+            value = np.asarray(_start_a(jax.random.fold_in(key, index), variable.shape, jnp.float32))
+        else:
+            value = np.zeros(variable.shape, np.float32)
+        made.append((path, variable.replace(jax.device_put(value, place[path].get_value()))))
+    return nnx.from_flat_state(made)
 
 
 def learned(lora: Lora | None) -> type[nnx.Variable]:

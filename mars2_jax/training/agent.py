@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +20,7 @@ from mars2_jax.learning.update import Learner, TrainState
 from mars2_jax.models.config import ModelConfig
 from mars2_jax.models.decoder import Decoder
 from mars2_jax.models.files import find, open_checkpoint
-from mars2_jax.models.lora import Lora, learned, merge_lora
+from mars2_jax.models.lora import Lora, fresh_adapters, learned, merge_lora
 from mars2_jax.models.tokenizer import ChatTokenizer, load_tokenizer
 from mars2_jax.models.weights import abstract_decoder, load
 from mars2_jax.parallel.mesh import param_shardings, rows
@@ -123,7 +122,10 @@ class Agent:
         # The checkpoint's weights as the reference of the KL term, and what scores with them; shared, never a copy.
         self._reference: tuple[Learner, nnx.State] | None = None
         decoder = model.abstract(lora)
-        start = _adapter_program(model.config, lora, mesh)(adapter_key(run.seed, name)) if lora else weights.base
+        start = weights.base
+        if lora:
+            adapters = nnx.state(decoder, nnx.LoRAParam)
+            start = fresh_adapters(adapters, adapter_key(run.seed, name), param_shardings(mesh, adapters))
         rollout = run.rollout
         self.engine = Engine(
             nnx.merge(nnx.graphdef(decoder), self._complete(start)),
@@ -227,18 +229,6 @@ def _shapes(abstract: nnx.State, mesh: Mesh) -> nnx.State:
         abstract,
         param_shardings(mesh, abstract),
     )
-
-
-@functools.cache
-def _adapter_program(config: ModelConfig, lora: Lora, mesh: Mesh) -> Callable[[jax.Array], nnx.State]:
-    """From a key to adapters that change nothing yet, in float32, placed on the mesh."""
-
-    def make(key: jax.Array) -> nnx.State:
-        # The weights are not asked for, so that the compiled program does not make them.
-        return nnx.state(Decoder(config, nnx.Rngs(params=0, lora=key), lora=lora), nnx.LoRAParam)
-
-    abstract = nnx.state(abstract_decoder(config, lora=lora), nnx.LoRAParam)
-    return jax.jit(make, out_shardings=param_shardings(mesh, abstract))
 
 
 def longest_sequence(run: FrozenConfigDict) -> int:
