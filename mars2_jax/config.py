@@ -15,12 +15,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, FrozenConfigDict
 
 from mars2_jax.errors import ConfigError
 from mars2_jax.files import write_atomically
 
-__all__ = ["agent_config", "check_key", "default_config", "describe_type", "validate", "write_config"]
+__all__ = ["agent_config", "as_json", "check_key", "default_config", "describe_type", "validate", "write_config"]
 
 
 def agent_config() -> ConfigDict:
@@ -37,6 +37,15 @@ def agent_config() -> ConfigDict:
                 # Attention over whole sequences (updates, scores, prompts): "xla" everywhere, "cudnn" on NVIDIA GPUs in
                 # bfloat16, "splash" on TPUs; "auto" is the fastest that runs on the mesh.
                 attention="auto",
+                lora=dict(
+                    # Rank of the adapters that the agent learns, over the checkpoint's weights, which stay as they are
+                    # and are held once for all agents that name the checkpoint; 0 learns all weights.
+                    rank=0,
+                    # An adapter's product counts alpha / rank times.
+                    alpha=32.0,
+                    # Weights with adapters: "attention" (query-key-value and output), "mlp" (gate, up and down).
+                    targets=("attention", "mlp"),
+                ),
             ),
             # System prompt; "" uses none.
             role="",
@@ -220,6 +229,7 @@ _CHOICES = {
     "learning.remat": ("none", "dots", "layer"),
     "agents.*.model.dtype": ("auto", "float32", "bfloat16"),
     "agents.*.model.attention": ("auto", "xla", "cudnn", "splash"),
+    "agents.*.model.lora.targets": ("attention", "mlp"),
 }
 
 # What a number must be, as an interval; None is no bound, a round bracket leaves the bound itself out.
@@ -264,6 +274,8 @@ _RANGES: dict[str, tuple[str, float | None, float | None, str]] = {
     "eval.max_prompt_tokens": ("[", 0, None, ")"),
     "eval.max_new_tokens": ("[", 0, None, ")"),
     "eval.search_nodes": ("[", 0, None, ")"),
+    "agents.*.model.lora.rank": ("[", 0, None, ")"),
+    "agents.*.model.lora.alpha": ("(", 0, None, ")"),
     "agents.*.optimizer.learning_rate": ("[", 0, None, ")"),
     "agents.*.optimizer.warmup_updates": ("[", 0, None, ")"),
     "agents.*.optimizer.b1": ("[", 0, 1, ")"),
@@ -318,6 +330,11 @@ def describe_type(default: Any) -> str:
     return "a group of keys" if isinstance(default, Mapping | ConfigDict) else _TYPES[type(default)]
 
 
+def as_json(config: ConfigDict | FrozenConfigDict) -> dict[str, Any]:
+    """A config as it comes back from a file of JSON, which knows no tuples."""
+    return json.loads(json.dumps(config.to_dict()))
+
+
 def write_config(config: ConfigDict, workdir: str | os.PathLike[str]) -> Path:
     """Writes the resolved config to `<workdir>/config.json`."""
     path = Path(workdir) / "config.json"
@@ -367,8 +384,9 @@ def _check_value(name: str, value: Any, default: Any) -> None:
         raise ConfigError(f"config.{name} must be finite, is {value}")
     pattern = re.sub(r"^agents\.[^.]+", "agents.*", name)
     choices = _CHOICES.get(pattern)
-    if choices is not None and value not in choices:
-        raise ConfigError(f"config.{name} is {value!r}; it may be {_list(choices)}{_nearest(value, choices)}")
+    for choice in value if wanted is tuple else [value]:
+        if choices is not None and choice not in choices:
+            raise ConfigError(f"config.{name} is {value!r}; it may be {_list(choices)}{_nearest(choice, choices)}")
     if pattern in _RANGES:
         open_, low, high, close = _RANGES[pattern]
         above = low is None or value > low or (value == low and open_ == "[")
@@ -389,6 +407,16 @@ def _check_combinations(config: ConfigDict) -> None:
             raise ConfigError(f"config.agents.{name}.model.path is empty: name a model folder or file")
         if not re.fullmatch(r"([0-9a-fA-F]{64})?", agent.model.sha256):
             raise ConfigError(f"config.agents.{name}.model.sha256 is {agent.model.sha256!r}; it must be 64 hex digits")
+        lora = agent.model.lora
+        if lora.rank and not lora.targets:
+            raise ConfigError(
+                f"config.agents.{name}.model.lora.targets is empty: name attention, mlp or both, or set rank=0"
+            )
+        if lora.rank and not agent.trainable:
+            raise ConfigError(
+                f"config.agents.{name}.model.lora.rank is {lora.rank}, but config.agents.{name}.trainable is False: "
+                "its adapters would change nothing; set rank=0"
+            )
     _check_search(config)
     learning = config.learning
     if learning.train_batch_size % learning.micro_batch_size:

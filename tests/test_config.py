@@ -42,7 +42,8 @@ def test_tables_name_only_keys_that_exist():
         default = check_key(pattern.replace("*", "coder"))
         assert not isinstance(default, ConfigDict)
         if pattern in config_lib._CHOICES:
-            assert default in config_lib._CHOICES[pattern]
+            items = default if isinstance(default, tuple) else (default,)
+            assert set(items) <= set(config_lib._CHOICES[pattern])
 
 
 def test_every_number_has_a_range_or_a_check_of_its_own():
@@ -106,6 +107,9 @@ def test_a_value_of_another_type_is_refused(name, value):
         ("learning.scan_unroll", -1, "at least 0"),
         ("agents.coder.model.path", "", "is empty: name a model folder or file"),
         ("agents.coder.model.sha256", "abc", "must be 64 hex digits"),
+        ("agents.coder.model.lora.rank", -1, "at least 0"),
+        ("agents.coder.model.lora.alpha", 0.0, "above 0"),
+        ("agents.coder.model.lora.targets", ("mpl",), "it may be attention, mlp; did you mean mlp?"),
         ("mesh.data", 0, "must be at least 1, or -1 for all devices left"),
         ("mesh.data", -1, "more than one -1"),
         ("learning.micro_batch_size", 3, "train_batch_size is 16; it must be a multiple of .*, which is 3"),
@@ -122,6 +126,18 @@ def test_values_and_combinations_that_are_refused(key, value, message):
         validate(config)
     assert "\n" not in str(caught.value)
     assert key.rpartition(".")[0] in str(caught.value)
+
+
+def test_adapters_that_change_nothing_are_refused():
+    config = good_config()
+    config.agents.coder.model.lora.update(rank=8, targets=())
+    with pytest.raises(ConfigError, match="coder.model.lora.targets is empty: name attention, mlp or both"):
+        validate(config)
+    config.agents.coder.model.lora.targets = ("mlp",)
+    validate(config)
+    config.agents.coder.trainable = False
+    with pytest.raises(ConfigError, match=r"lora.rank is 8, but config.agents.coder.trainable is False: .*set rank=0"):
+        validate(config)
 
 
 def test_agents():

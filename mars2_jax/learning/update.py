@@ -65,7 +65,7 @@ class TrainState:
     """All that an agent's learning carries from one update to the next.
 
     Attributes:
-      params: float32 master weights.
+      params: float32 master weights; of an agent with adapters, those alone.
       opt_state: the optimizer's.
       step: updates made.
     """
@@ -78,6 +78,9 @@ class TrainState:
 @dataclasses.dataclass(frozen=True)
 class Learner:
     """What an agent's update is made of, without its weights.
+
+    What is learned is `params`: all weights, or adapters over a `base` of frozen weights, which every call is then
+    given too. The base is read where it lies, in the type it has, and may be shared.
 
     Hashable, and the static argument of the compiled programs: agents of one architecture and one configuration share
     their compilations.
@@ -119,7 +122,7 @@ class Learner:
 
     def init(self, params: nnx.State) -> TrainState:
         """The state before the first update. The weights are copied: updates donate the state, and the weights that
-        came in stay valid (as the reference, for one)."""
+        came in stay valid (for other agents, for one)."""
         state = self._fresh(params)
         return jax.tree.map(jax.device_put, state, _shardings(state))
 
@@ -136,12 +139,16 @@ class Learner:
         params = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
         return TrainState(params, make_optimizer(self.optimizer).init(params), jnp.zeros((), jnp.int32))
 
-    def score(self, params: nnx.State, rows: Rows) -> Float[Array, "rows response"]:
+    def score(self, params: nnx.State, rows: Rows, base: nnx.State | None = None) -> Float[Array, "rows response"]:
         """Log-probability of every response token at the sampling temperature; 0 where masked."""
-        return _score(self, params, rows)
+        return _score(self, params, rows, base)
 
     def score_responses(
-        self, params: nnx.State, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]
+        self,
+        params: nnx.State,
+        prompts: Sequence[np.ndarray],
+        responses: Sequence[np.ndarray],
+        base: nnx.State | None = None,
     ) -> list[np.ndarray]:
         """Log-probabilities float32[R] of each response given its prompt: `lp_old` and `lp_ref` of a sample.
 
@@ -153,13 +160,15 @@ class Learner:
         for start in range(0, len(order), size):
             chosen = order[start : start + size]
             rows = make_rows([prompts[i] for i in chosen], [responses[i] for i in chosen], rows=size)
-            lp = np.asarray(self.score(params, rows))
+            lp = np.asarray(self.score(params, rows, base))
             for row, i in enumerate(chosen):
                 scores[i] = lp[row, : len(responses[i])]
         return scores
 
-    def update(self, state: TrainState, batch: TreeBatch) -> tuple[TrainState, Metrics, TreeAdvantages]:
-        """Makes one update. The arrays of `state` are donated and must not be used again.
+    def update(
+        self, state: TrainState, batch: TreeBatch, base: nnx.State | None = None
+    ) -> tuple[TrainState, Metrics, TreeAdvantages]:
+        """Makes one update. The arrays of `state` are donated and must not be used again; those of `base` are not.
 
         Returns:
           The new state; metrics, float32 scalars; and [trees, nodes] arrays of the rewards and advantages used.
@@ -169,13 +178,14 @@ class Learner:
         `reward_mean` (raw), `advantage_mean`, `advantage_std`, `nodes`, `tokens`. Over the trees:
         `zero_advantage_trees`, the share of them that teaches nothing. `loss`, and `grad_norm` before clipping.
         """
-        return self.program(state)(state, batch)
+        return self.program(state)(state, batch, base)
 
     def program(self, state: TrainState) -> Any:
-        """The compiled update, (state, batch) -> what `update` returns, for states that lie where this one does.
+        """The compiled update, (state, batch, base) -> what `update` returns, for states that lie where this one does.
 
-        `state` may be abstract; `.lower(state, batch)` then compiles ahead of time. The new state lies where the old
-        one did: left to the compiler, a weight could come back in another place, and the next call would compile again.
+        `state` may be abstract; `.lower(state, batch, base)` then compiles ahead of time. The new state lies where the
+        old one did: left to the compiler, a weight could come back in another place, and the next call would compile
+        again.
         """
         leaves, structure = jax.tree.flatten(state)
         return _program(self, structure, tuple(x.sharding for x in leaves))
@@ -199,14 +209,14 @@ def _shardings(state: TrainState) -> TrainState:
     return jax.tree_util.tree_map_with_path(place, state)
 
 
-def _merge(learner: Learner, params: nnx.State) -> Decoder:
-    return nnx.merge(learner.graphdef, params)
+def _merge(learner: Learner, params: nnx.State, base: nnx.State | None) -> Decoder:
+    return nnx.merge(learner.graphdef, params, *([] if base is None else [base]))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _score(learner: Learner, params: nnx.State, rows: Rows) -> Float[Array, "rows response"]:
+def _score(learner: Learner, params: nnx.State, rows: Rows, base: nnx.State | None) -> Float[Array, "rows response"]:
     lp, _ = response_logprobs(
-        _merge(learner, params),
+        _merge(learner, params, base),
         rows.tokens,
         rows.prompt_length,
         rows.mask.shape[-1],
@@ -217,11 +227,15 @@ def _score(learner: Learner, params: nnx.State, rows: Rows) -> Float[Array, "row
 
 
 def _loss(
-    learner: Learner, params: nnx.State, samples: SampleRows, advantage: Float[Array, " rows"]
+    learner: Learner,
+    params: nnx.State,
+    samples: SampleRows,
+    advantage: Float[Array, " rows"],
+    base: nnx.State | None,
 ) -> tuple[Float[Array, ""], PolicyTerms]:
     """The loss terms of one micro-batch (`samples` without the micro axis), numerator first for differentiation."""
     lp, entropy = response_logprobs(
-        _merge(learner, params),
+        _merge(learner, params, base),
         samples.rows.tokens,
         samples.rows.prompt_length,
         samples.rows.mask.shape[-1],
@@ -250,12 +264,14 @@ def _program(learner: Learner, structure: Any, shardings: tuple[Sharding, ...]) 
     return jax.jit(
         functools.partial(_update, learner),
         donate_argnums=0,
-        in_shardings=(placement, None),
+        in_shardings=(placement, None, None),
         out_shardings=(placement, None, None),
     )
 
 
-def _update(learner: Learner, state: TrainState, batch: TreeBatch) -> tuple[TrainState, Metrics, TreeAdvantages]:
+def _update(
+    learner: Learner, state: TrainState, batch: TreeBatch, base: nnx.State | None
+) -> tuple[TrainState, Metrics, TreeAdvantages]:
     config, samples = learner.learning, batch.samples
     penalty = overlong_penalty(
         batch.length, budget=learner.budget, buffer=config.overlong_buffer, factor=config.overlong_factor
@@ -265,7 +281,7 @@ def _update(learner: Learner, state: TrainState, batch: TreeBatch) -> tuple[Trai
 
     # Σ gradients, in float32 as the weights are, divided once by Σ denominators.
     def accumulate(total, micro):
-        gradient, terms = jax.grad(functools.partial(_loss, learner), has_aux=True)(state.params, *micro)
+        gradient, terms = jax.grad(functools.partial(_loss, learner), has_aux=True)(state.params, *micro, base)
         return jax.tree.map(jnp.add, total, gradient), terms
 
     zeros = jax.tree.map(jnp.zeros_like, state.params)

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int, Key
 from mars2_jax.models.attention import rope_frequencies, rotate
 from mars2_jax.models.causal_attention import ATTENTION_OUTPUT, causal_attention
 from mars2_jax.models.config import ModelConfig
+from mars2_jax.models.lora import Adapter, Lora, adapter
 from mars2_jax.parallel.mesh import constrain, param_shardings
 
 __all__ = ["Attend", "Decoder", "init_decoder"]
@@ -53,13 +54,16 @@ _ones = nnx.initializers.ones
 _zeros = nnx.initializers.zeros
 
 
-def _linear(x: Float[Array, "*batch in"], weight: Float[Array, "out in"]) -> Float[Array, "*batch out"]:
-    """x · weightᵀ.
+def _linear(
+    x: Float[Array, "*batch in"], weight: Float[Array, "out in"], adapter: Adapter | None = None
+) -> Float[Array, "*batch out"]:
+    """x · weightᵀ, and what the weight's adapter adds.
 
     Two-dimensional on purpose: of a weight with more axes XLA's CPU backend makes a transposed copy in every call. The
     callers flatten only axes that lie behind the one that may be sharded, so that shardings pass through the reshape.
     """
-    return jnp.einsum("...i,oi->...o", x, weight.astype(x.dtype))
+    y = jnp.einsum("...i,oi->...o", x, weight.astype(x.dtype))
+    return y if adapter is None else y + adapter(x)
 
 
 class RMSNorm(nnx.Module):
@@ -82,7 +86,7 @@ class Attention(nnx.Module):
     query heads, its key, its value; so a split over key heads leaves every device with whole groups.
     """
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, param_dtype):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, param_dtype, lora: Lora | None):
         d, k, g, h = config.embed_dim, config.kv_heads, config.group, config.head_dim
         self.group = g
         self.qkv = _weight(rngs, _normal, (k, g + 2, h, d), ("kv_heads", None, None, "embed"), param_dtype)
@@ -90,45 +94,53 @@ class Attention(nnx.Module):
             _weight(rngs, _zeros, (k, g + 2, h), ("kv_heads", None, None), param_dtype) if config.qkv_bias else None
         )
         self.out = _weight(rngs, _normal, (d, k, g, h), ("embed", "kv_heads", None, None), param_dtype)
+        self.qkv_lora = adapter(lora, "attention", self.qkv, 1, rngs)
+        self.out_lora = adapter(lora, "attention", self.out, 3, rngs)
         norm = functools.partial(RMSNorm, h, None, config.norm_eps, rngs=rngs, param_dtype=param_dtype)
         self.query_norm = norm() if config.qk_norm else None
         self.key_norm = norm() if config.qk_norm else None
 
     def __call__(self, x: Float[Array, "batch length embed"], sin, cos, attend) -> tuple[jax.Array, Any]:
-        qkv = _linear(x, self.qkv[...].reshape(-1, x.shape[-1])).reshape(x.shape[:2] + self.qkv.shape[:3])
+        qkv = _linear(x, self.qkv[...].reshape(-1, x.shape[-1]), self.qkv_lora)
+        qkv = qkv.reshape(x.shape[:2] + self.qkv.shape[:3])
         if self.qkv_bias is not None:
             qkv = qkv + self.qkv_bias[...].astype(x.dtype)
         query, key, value = qkv[:, :, :, : self.group], qkv[:, :, :, self.group], qkv[:, :, :, self.group + 1]
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         mixed, extra = attend(rotate(query, sin, cos), rotate(key, sin, cos), value)
-        return _linear(mixed.reshape(x.shape[:2] + (-1,)), self.out[...].reshape(x.shape[-1], -1)), extra
+        out = self.out[...].reshape(x.shape[-1], -1)
+        return _linear(mixed.reshape(x.shape[:2] + (-1,)), out, self.out_lora), extra
 
 
 class MLP(nnx.Module):
     """SwiGLU (arXiv 2002.05202): down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, param_dtype):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, param_dtype, lora: Lora | None):
         d, f = config.embed_dim, config.mlp_dim
         self.gate = _weight(rngs, _normal, (f, d), ("mlp", "embed"), param_dtype)
         self.up = _weight(rngs, _normal, (f, d), ("mlp", "embed"), param_dtype)
         self.down = _weight(rngs, _normal, (d, f), ("embed", "mlp"), param_dtype)
+        self.gate_lora = adapter(lora, "mlp", self.gate, 1, rngs)
+        self.up_lora = adapter(lora, "mlp", self.up, 1, rngs)
+        self.down_lora = adapter(lora, "mlp", self.down, 1, rngs)
 
     def __call__(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch length embed"]:
-        return _linear(jax.nn.silu(_linear(x, self.gate[...])) * _linear(x, self.up[...]), self.down[...])
+        gate, up = _linear(x, self.gate[...], self.gate_lora), _linear(x, self.up[...], self.up_lora)
+        return _linear(jax.nn.silu(gate) * up, self.down[...], self.down_lora)
 
 
 class Block(nnx.Module):
     """Pre-norm transformer layer."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, param_dtype):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, param_dtype, lora: Lora | None):
         norm = functools.partial(
             RMSNorm, config.embed_dim, "embed", config.norm_eps, rngs=rngs, param_dtype=param_dtype
         )
         self.attention_norm = norm()
-        self.attention = Attention(config, rngs=rngs, param_dtype=param_dtype)
+        self.attention = Attention(config, rngs=rngs, param_dtype=param_dtype, lora=lora)
         self.mlp_norm = norm()
-        self.mlp = MLP(config, rngs=rngs, param_dtype=param_dtype)
+        self.mlp = MLP(config, rngs=rngs, param_dtype=param_dtype, lora=lora)
 
     def __call__(self, x: Float[Array, "batch length embed"], sin, cos, attend) -> tuple[jax.Array, Any]:
         mixed, extra = self.attention(self.attention_norm(x), sin, cos, attend)
@@ -141,10 +153,11 @@ class Decoder(nnx.Module):
 
     Args:
       config: its shape.
-      rngs: `nnx.Rngs` with a `params` stream.
+      rngs: `nnx.Rngs` with a `params` stream, and with a `lora` stream for adapters.
       dtype: type of the activations and of the matmuls; weights are cast to it where they are used.
       param_dtype: type of the stored weights.
       attention: implementation for whole sequences, see `models.causal_attention.choose_attention` (not "auto").
+      lora: adapters of the layers' weights, or None.
     """
 
     def __init__(
@@ -155,13 +168,15 @@ class Decoder(nnx.Module):
         dtype=jnp.float32,
         param_dtype=jnp.float32,
         attention: str = "xla",
+        lora: Lora | None = None,
     ):
         self.config = config
         self.dtype = dtype
         self.attention = attention
         table, axes = (config.vocab_size, config.embed_dim), ("vocab", "embed")
         self.embedding = _weight(rngs, _normal, table, axes, param_dtype)
-        self.blocks = nnx.List([Block(config, rngs=rngs, param_dtype=param_dtype) for _ in range(config.layers)])
+        block = functools.partial(Block, config, rngs=rngs, param_dtype=param_dtype, lora=lora)
+        self.blocks = nnx.List([block() for _ in range(config.layers)])
         self.norm = RMSNorm(config.embed_dim, "embed", config.norm_eps, rngs=rngs, param_dtype=param_dtype)
         self.head = None if config.tied_embeddings else _weight(rngs, _normal, table, axes, param_dtype)
 

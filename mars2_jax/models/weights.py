@@ -14,6 +14,7 @@ from mars2_jax.errors import ModelError
 from mars2_jax.models.config import ModelConfig
 from mars2_jax.models.decoder import Decoder
 from mars2_jax.models.files import Checkpoint
+from mars2_jax.models.lora import Lora
 
 __all__ = ["abstract_decoder", "load"]
 
@@ -21,12 +22,16 @@ Reader = Callable[[str], np.ndarray]
 
 
 def abstract_decoder(
-    config: ModelConfig, *, dtype=jnp.float32, param_dtype=jnp.float32, attention: str = "xla"
+    config: ModelConfig,
+    *,
+    dtype=jnp.float32,
+    param_dtype=jnp.float32,
+    attention: str = "xla",
+    lora: Lora | None = None,
 ) -> Decoder:
     """A decoder whose parameters are shapes only; nothing is allocated. Arguments as in `Decoder`."""
-    return nnx.eval_shape(
-        lambda: Decoder(config, nnx.Rngs(0), dtype=dtype, param_dtype=param_dtype, attention=attention)
-    )
+    how = dict(dtype=dtype, param_dtype=param_dtype, attention=attention, lora=lora)
+    return nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0), **how))
 
 
 def load(

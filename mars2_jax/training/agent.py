@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +21,30 @@ from mars2_jax.models.causal_attention import choose_attention
 from mars2_jax.models.config import ModelConfig
 from mars2_jax.models.decoder import Decoder
 from mars2_jax.models.files import find, open_checkpoint
+from mars2_jax.models.lora import Lora, fresh_adapters, learned, merge_lora
 from mars2_jax.models.tokenizer import ChatTokenizer, load_tokenizer
 from mars2_jax.models.weights import abstract_decoder, load
 from mars2_jax.parallel.mesh import param_shardings, platform, rows
 from mars2_jax.rollout.engine import Engine
 from mars2_jax.rollout.types import Completion, SamplingParams
 from mars2_jax.training.buffer import Buffer, TreeKey
+from mars2_jax.training.keys import adapter_key
 from mars2_jax.training.writer import EngineWriter, Prompter
 
-__all__ = ["Agent", "ModelFile", "build_team", "make_prompter", "open_models"]
+__all__ = ["Agent", "ModelFile", "Weights", "build_team", "make_prompter", "open_models", "plain_weights"]
+
+
+class Weights(NamedTuple):
+    """The weights of one checkpoint, held once for all agents that name it.
+
+    Attributes:
+      base: in the type that the model computes in. Frozen agents decode with them, adapters stand on them, and they are
+        the reference of the KL term.
+      master: in float32, which agents without adapters start to learn from; None where there is no such agent.
+    """
+
+    base: nnx.State
+    master: nnx.State | None
 
 
 class ModelFile:
@@ -49,7 +65,7 @@ class ModelFile:
                 f"max_prompt_tokens + max_new_tokens of config.rollout or config.eval are {longest}, but {self.path} "
                 f"was made for {self.config.max_length} tokens: lower them"
             )
-        self._mesh = mesh
+        self.mesh = mesh
         self.dtype = _dtype(model.dtype, mesh)
         self.attention = choose_attention(
             model.attention,
@@ -59,12 +75,17 @@ class ModelFile:
             key=f"{key}.attention",
         )
 
-    def load(self) -> Decoder:
-        """The model with float32 weights, placed on the mesh."""
-        _, abstract = nnx.split(abstract_decoder(self.config))
-        shardings = param_shardings(self._mesh, abstract)
+    def abstract(self, lora: Lora | None = None) -> Decoder:
+        """The decoder without arrays, with adapters where `lora` is given."""
+        return abstract_decoder(self.config, dtype=self.dtype, attention=self.attention, lora=lora)
+
+    def load(self, *, master: bool) -> Weights:
+        """The weights, placed on the mesh; with `master` in float32 too."""
+        shardings = param_shardings(self.mesh, nnx.state(self.abstract()))
+        stored = jnp.float32 if master else self.dtype
         with open_checkpoint(self.path) as checkpoint:
-            return load(checkpoint, dtype=self.dtype, attention=self.attention, shardings=shardings)
+            params = nnx.state(load(checkpoint, dtype=self.dtype, param_dtype=stored, shardings=shardings))
+        return Weights(_cast(params, self.dtype), params if master else None)
 
 
 def _dtype(name: str, mesh: Mesh) -> Any:
@@ -76,12 +97,17 @@ def _dtype(name: str, mesh: Mesh) -> Any:
 class Agent:
     """One member of the team. See `build_team`.
 
+    What it learns is `state.params`: all weights, or adapters (`config.model.lora`) over those of the checkpoint, which
+    stay as they are.
+
     Attributes:
       name: its name in the config.
       config: its section of the config.
       engine: decodes with its current weights.
       buffer: its finished nodes that no update has used yet.
       state: weights, optimizer state and number of updates; None where it does not learn.
+      lora: which adapters it learns; None where it learns all weights or nothing.
+      base: the frozen weights under its adapters; None where it has none.
     """
 
     def __init__(
@@ -90,7 +116,7 @@ class Agent:
         config: FrozenConfigDict,
         run: FrozenConfigDict,
         model: ModelFile,
-        decoder: Decoder,
+        weights: Weights,
         *,
         learn: bool,
     ):
@@ -98,32 +124,40 @@ class Agent:
         self.tokenizer = model.tokenizer
         self.buffer = Buffer()
         self.state: TrainState | None = None
-        self._reference: nnx.State | None = None
+        self._dtype = model.dtype
+        self.lora = lora = Lora.from_config(config.model.lora)
+        self.base = weights.base if lora else None
+        # The checkpoint's weights as the reference of the KL term, and what scores with them; shared, never a copy.
+        self._reference: tuple[Learner, nnx.State] | None = None
+        decoder = model.abstract(lora)
+        start = weights.base
+        if lora:
+            adapters = nnx.state(decoder, nnx.LoRAParam)
+            start = fresh_adapters(adapters, adapter_key(run.seed, name), param_shardings(model.mesh, adapters))
         rollout = run.rollout
         self.engine = Engine(
-            decoder,
+            nnx.merge(nnx.graphdef(decoder), self._complete(start)),
             slots=rollout.slots,
             chunk=rollout.chunk,
             capacity=longest_sequence(run),
             stop_ids=model.tokenizer.stop_ids,
             detokenize=model.tokenizer.decode,
         )
-        params = nnx.state(decoder)
-        if config.trainable:
-            self.learner = Learner.create(
-                decoder,
-                run.learning,
-                config.optimizer,
-                temperature=rollout.temperature,
-                budget=rollout.max_new_tokens,
-            )
-            self._params_shape = jax.tree.map(_shape, params)
-        if config.trainable and learn:
-            # Kept only for the KL term; agents of one checkpoint share it.
-            self._reference = params if run.learning.kl_coef > 0 else None
-            self.set_state(self.learner.init(params))
-        else:
-            self.set_params(params)
+        if not config.trainable:
+            return
+        learner = functools.partial(
+            Learner.create,
+            learning=run.learning,
+            optimizer=config.optimizer,
+            temperature=rollout.temperature,
+            budget=rollout.max_new_tokens,
+        )
+        self.learner = learner(decoder)
+        self._params_shape = _shapes(nnx.state(decoder, learned(lora)), model.mesh)
+        if learn:
+            if run.learning.kl_coef > 0:
+                self._reference = learner(model.abstract()), weights.base
+            self.set_state(self.learner.init(start if lora else weights.master))
 
     def set_state(self, state: TrainState) -> None:
         """Learns and decodes from this state on."""
@@ -131,9 +165,13 @@ class Agent:
         self.set_params(state.params)
 
     def set_params(self, params: nnx.State) -> None:
-        """Decodes with these weights from now on; what it learns from stays."""
-        # Cast once to the type that the engine computes in, not in every step.
-        self.engine.set_params(jax.tree.map(lambda x: x.astype(self.engine.dtype), params))
+        """Decodes with these weights, or adapters, from now on; what it learns from stays."""
+        self.engine.set_params(self._complete(params))
+
+    def _complete(self, params: nnx.State) -> nnx.State:
+        """All that its decoder needs, in the type that it computes in: cast once, not in every step."""
+        params = _cast(params, self._dtype)
+        return params if self.base is None else nnx.merge_state(params, self.base)
 
     def abstract_state(self) -> TrainState:
         """Shapes, types and shardings of its training state, which need not exist."""
@@ -155,12 +193,13 @@ class Agent:
             return
         prompts = [c.prompt for _, _, c in written]
         responses = [c.tokens for _, _, c in written]
-        old = self.learner.score_responses(self.state.params, prompts, responses)
+        old = self.learner.score_responses(self.state.params, prompts, responses, self.base)
         reference: list[np.ndarray] | list[None] = [None] * len(written)
         if self._reference is not None:
             # Before the first update both are the same weights.
             first = int(self.state.step) == 0
-            reference = old if first else self.learner.score_responses(self._reference, prompts, responses)
+            learner, weights = self._reference
+            reference = old if first else learner.score_responses(weights, prompts, responses)
         samples = [
             Sample(tree, slot, c.prompt, c.tokens, c.logprobs, lp_old, lp_ref)
             for (tree, slot, c), lp_old, lp_ref in zip(written, old, reference, strict=True)
@@ -180,14 +219,24 @@ class Agent:
         batch, keys = make_batch(samples, trees, micro_batch_size=learning.micro_batch_size)
         if mesh.size > 1:
             batch = dataclasses.replace(batch, samples=jax.device_put(batch.samples, rows(mesh, leading=1)))
-        state, metrics, advantages = self.learner.update(self.state, batch)
+        state, metrics, advantages = self.learner.update(self.state, batch, self.base)
         metrics, advantages = jax.device_get((metrics, advantages))
         self.set_state(state)
         return {name: float(value) for name, value in metrics.items()}, keys, advantages  # type: ignore[return-value]
 
 
-def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+def _cast(params: nnx.State, dtype: Any) -> nnx.State:
+    """The same arrays where they have the type already."""
+    return jax.tree.map(lambda x: x.astype(dtype), params)
+
+
+def _shapes(abstract: nnx.State, mesh: Mesh) -> nnx.State:
+    """Shapes and shardings of parameters in float32."""
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=sharding),
+        abstract,
+        param_shardings(mesh, abstract),
+    )
 
 
 def longest_sequence(run: FrozenConfigDict) -> int:
@@ -224,11 +273,30 @@ def open_models(run: FrozenConfigDict, mesh: Mesh) -> dict[str, ModelFile]:
 def build_team(run: FrozenConfigDict, files: dict[str, ModelFile], *, learn: bool = True) -> list[Agent]:
     """Loads the models and makes the agents, in the order of their names in the config.
 
-    Agents of one checkpoint start from equal weights, read once, and then go their own ways. `learn=False` makes no
-    optimizer states and no references.
+    Agents of one checkpoint start from equal weights, read once, and then go their own ways: those with adapters share
+    these weights for good. `learn=False` makes no optimizer states and no references.
     """
-    decoders = {path: file.load() for path, file in files.items()}
+    masters = {
+        agent.model.path for agent in run.agents.values() if learn and agent.trainable and not agent.model.lora.rank
+    }
+    weights = {path: file.load(master=path in masters) for path, file in files.items()}
     return [
-        Agent(name, config, run, files[config.model.path], decoders[config.model.path], learn=learn)
+        Agent(name, config, run, files[config.model.path], weights[config.model.path], learn=learn)
         for name, config in run.agents.items()
     ]
+
+
+def plain_weights(model: ModelFile, config: FrozenConfigDict, params: nnx.State) -> nnx.State:
+    """All weights of a decoder without adapters that computes what an agent's does, in float32.
+
+    Args:
+      model: the agent's model; the weights come to lie on its mesh. One of a single CPU device merges in host memory.
+      config: its section of the config.
+      params: what it has learned, the `params` of its `TrainState`.
+    """
+    lora = Lora.from_config(config.model.lora)
+    if lora is None:
+        return params
+    base = model.load(master=True).master
+    place = param_shardings(model.mesh, nnx.state(model.abstract()))
+    return jax.jit(lambda a, b: merge_lora(nnx.merge_state(a, b), lora), out_shardings=place)(params, base)

@@ -19,7 +19,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -126,12 +126,15 @@ class Checkpointer:
             force=True,
         )
 
-    def restore(self, target: Any = None) -> Checkpoint | None:
+    def restore(
+        self, target: Any = None, *, check: Callable[[dict[str, Any]], None] | None = None
+    ) -> Checkpoint | None:
         """The newest checkpoint that is whole; a damaged one is passed over with a warning.
 
         Args:
           target: the pytree of `state` with a `jax.ShapeDtypeStruct` (or an array) in place of each array; arrays are
             restored into its structure and shardings. None restores nested dicts and lists, sharded as when saved.
+          check: is called with `meta` before the arrays are looked at, and may raise.
 
         Returns:
           The checkpoint, or None where the run has none yet.
@@ -146,6 +149,8 @@ class Checkpointer:
         for step in steps:
             damage = self._damage(step)
             if damage is None:
+                if check is not None:
+                    check(self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"])
                 return self._restore(step, target)
             logging.getLogger(__name__).warning("passing over the checkpoint of step %d: %s", step, damage)
         if steps:

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from ml_collections import FrozenConfigDict
 from rich.console import Console
 from rich.table import Table
 
+from mars2_jax.config import as_json
 from mars2_jax.errors import ConfigError, DataError
 from mars2_jax.evaluation.evaluate import evaluate_agent, evaluate_team
 from mars2_jax.search.explore import Grader
 from mars2_jax.tasks.problem import Problem
 from mars2_jax.training.agent import Agent
 from mars2_jax.training.checkpoint import Checkpointer
+from mars2_jax.training.keys import evaluation_key
 from mars2_jax.training.setup import Setup, eval_problems, evaluation_sampling, start_grader, training_sampling
 from mars2_jax.viewer.terminal import Progress
 
 __all__ = ["evaluate", "run_evaluation", "searchable"]
-
-# The uses of a run's key; training steps fold the step into the first.
-TRAIN, EVALUATE = 0, 1
 
 
 def searchable(config: FrozenConfigDict, problems: Sequence[Problem]) -> bool:
@@ -41,7 +41,7 @@ def evaluate(
       `eval/<set>/<agent>/pass@1` of each agent, and `eval/<set>/pass@1_mcts` and `eval/<set>/pass@n` of the team's
       search, where it is searchable. The set is the source's name; of a file, without folder and ending.
     """
-    key = jax.random.fold_in(jax.random.key(config.seed), EVALUATE)
+    key = evaluation_key(config.seed)
     prefix = f"eval/{_name(config.eval.source)}"
     scores: dict[str, float] = {}
     for agent in team:
@@ -109,18 +109,21 @@ def run_evaluation(config: FrozenConfigDict, workdir: str | None, console: Conso
 
 def _load_checkpoint(config: FrozenConfigDict, team: Sequence[Agent], workdir: str) -> int:
     learners = [agent for agent in team if agent.config.trainable]
+    now = as_json(config)["agents"]
+
+    def check(meta: dict[str, Any]) -> None:
+        for agent in team:
+            for part in ("model", "role", "trainable"):
+                if meta["config"]["agents"].get(agent.name, {}).get(part) != now[agent.name][part]:
+                    raise ConfigError(
+                        f"config.agents.{agent.name}.{part} differs from that of the run in {workdir}: evaluate a "
+                        "checkpoint with the config that made it"
+                    )
+
     with Checkpointer(workdir, read_only=True) as checkpointer:
-        saved = checkpointer.restore({agent.name: agent.abstract_state() for agent in learners})
+        saved = checkpointer.restore({agent.name: agent.abstract_state() for agent in learners}, check=check)
     if saved is None:
         raise DataError(f"no checkpoint in {workdir} yet: wait for the first training step to end")
-    for agent in team:
-        for part in ("model", "role", "trainable"):
-            then, now = saved.meta["config"]["agents"].get(agent.name, {}).get(part), config.to_dict()["agents"]
-            if then != now[agent.name][part]:
-                raise ConfigError(
-                    f"config.agents.{agent.name}.{part} differs from that of the run in {workdir}: evaluate a "
-                    "checkpoint with the config that made it"
-                )
     for agent in learners:
         agent.set_params(saved.state[agent.name].params)
     return saved.step

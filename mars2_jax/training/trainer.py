@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 import time
 from collections import defaultdict
@@ -14,7 +13,7 @@ import numpy as np
 from ml_collections import FrozenConfigDict
 from rich.console import Console
 
-from mars2_jax.config import write_config
+from mars2_jax.config import as_json, write_config
 from mars2_jax.errors import ConfigError
 from mars2_jax.rollout.programs import compilations
 from mars2_jax.search.explore import explore
@@ -23,7 +22,8 @@ from mars2_jax.tasks.problem import Problem
 from mars2_jax.training.agent import Agent
 from mars2_jax.training.buffer import Buffer, TreeKey
 from mars2_jax.training.checkpoint import Checkpointer
-from mars2_jax.training.evaluation import TRAIN, evaluate, searchable
+from mars2_jax.training.evaluation import evaluate, searchable
+from mars2_jax.training.keys import step_key
 from mars2_jax.training.metrics import MetricsWriter
 from mars2_jax.training.records import most_telling, search_metrics, tree_arrays, tree_rows, written_by
 from mars2_jax.training.setup import (
@@ -127,7 +127,7 @@ class Trainer:
             writers,
             self.grader,
             config.search,
-            key=jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), TRAIN), step),
+            key=step_key(config.seed, step),
             reward=config.grading.reward,
             reward_tests=config.grading.reward_tests,
             progress=progress.counter("search", len(chosen) * config.search.nodes),
@@ -185,20 +185,22 @@ class Trainer:
         host = {
             f"{agent.name}/{name}": array for agent in self.learners for name, array in agent.buffer.to_arrays().items()
         }
-        meta = {"config": _as_json(self.config), "evaluations": self.evaluations}
+        meta = {"config": as_json(self.config), "evaluations": self.evaluations}
         self.checkpointer.save(self.step, {agent.name: agent.state for agent in self.learners}, meta, host)
 
     def _restore(self) -> int:
-        saved = self.checkpointer.restore({agent.name: agent.abstract_state() for agent in self.learners})
+        saved = self.checkpointer.restore(
+            {agent.name: agent.abstract_state() for agent in self.learners},
+            check=lambda meta: check_resumable(meta["config"], as_json(self.config)),
+        )
         if saved is None:
             return 0
-        check_resumable(saved.meta["config"], _as_json(self.config))
         for agent in self.learners:
             agent.set_state(saved.state[agent.name])
             prefix = f"{agent.name}/"
             arrays = {n.removeprefix(prefix): a for n, a in saved.host.items() if n.startswith(prefix)}
             agent.buffer = Buffer.from_arrays(arrays)
-        if saved.meta["config"]["eval"] == _as_json(self.config)["eval"]:
+        if saved.meta["config"]["eval"] == as_json(self.config)["eval"]:
             self.evaluations = dict(saved.meta["evaluations"])
         if saved.step < self.config.training.steps:
             self.evaluations.pop("after", None)
@@ -218,11 +220,6 @@ class Trainer:
         if best is not None:
             title = f"step {best['step']}, problem {best['problem']}"
             self.console.print(render_tree(best["nodes"], [a.name for a in self.team], title))
-
-
-def _as_json(config: FrozenConfigDict) -> dict[str, Any]:
-    """The config as it comes back from a checkpoint: JSON knows no tuples."""
-    return json.loads(json.dumps(config.to_dict()))
 
 
 def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

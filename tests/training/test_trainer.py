@@ -135,29 +135,33 @@ def test_the_same_config_gives_the_same_bits(finished, tmp_path):
         assert trees_path(workdir, step).read_text() == trees_path(tmp_path, step).read_text()
 
 
-def test_killed_and_resumed_gives_the_same_bits(finished, tmp_path):
-    """SIGKILL as soon as step 1 has its checkpoint, then the same command again."""
-    config, workdir, _ = finished
-    file = tmp_path / "config.py"
+def killed_and_resumed(config: ConfigDict, folder: pathlib.Path) -> None:
+    """Trains to `folder`/run: SIGKILL as soon as step 1 has its checkpoint, then the same command again."""
+    file = folder / "config.py"
     file.write_text(
         f"from ml_collections import ConfigDict\n\n\ndef get_config():\n    return ConfigDict({config.to_dict()!r})\n"
     )
-    command = [sys.executable, "-m", "mars2_jax.train", f"--config={file}", f"--workdir={tmp_path / 'run'}"]
+    command = [sys.executable, "-m", "mars2_jax.train", f"--config={file}", f"--workdir={folder / 'run'}"]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 240
-        while not (tmp_path / "run" / "checkpoints" / "1").is_dir():
+        while not (folder / "run" / "checkpoints" / "1").is_dir():
             assert process.poll() is None, "training ended before it could be killed"
             assert time.monotonic() < deadline
             time.sleep(0.005)
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    assert not (tmp_path / "run" / "checkpoints" / "2").is_dir()
+    assert not (folder / "run" / "checkpoints" / "2").is_dir()
     again = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     assert again.returncode == 0, again.stderr
     assert "resuming after step 1" in again.stdout
+
+
+def test_killed_and_resumed_gives_the_same_bits(finished, tmp_path):
+    config, workdir, _ = finished
+    killed_and_resumed(config, tmp_path)
     assert_same_bits(final_state(workdir), final_state(tmp_path / "run"))
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 2]

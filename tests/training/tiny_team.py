@@ -40,7 +40,7 @@ ANSWERS = {"same": "x", "next": "x + 1", "double": "2 * x", "square": "x * x", "
 LAYERS, WIDTH, HEADS, KV_HEADS, MLP = 2, 32, 4, 2, 48
 
 
-def write_model(folder: pathlib.Path, seed: int = 0) -> str:
+def write_model(folder: pathlib.Path, seed: int = 0, layers: int = LAYERS) -> str:
     """Writes a random Qwen3 checkpoint with its tokenizer; returns the folder's path."""
     folder.mkdir(parents=True, exist_ok=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -68,7 +68,7 @@ def write_model(folder: pathlib.Path, seed: int = 0) -> str:
         "model.norm.weight": one(WIDTH),
         "lm_head.weight": head,
     }
-    for i in range(LAYERS):
+    for i in range(layers):
         layer = {
             "input_layernorm": one(WIDTH),
             "post_attention_layernorm": one(WIDTH),
@@ -88,7 +88,7 @@ def write_model(folder: pathlib.Path, seed: int = 0) -> str:
         model_type="qwen3",
         vocab_size=vocab,
         hidden_size=WIDTH,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         num_attention_heads=HEADS,
         num_key_value_heads=KV_HEADS,
         head_dim=head_dim,
