@@ -15,11 +15,14 @@ damaged one may well be read without an error.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -28,12 +31,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from mars2_jax.errors import ConfigError, DataError
+from mars2_jax.errors import ConfigError, DataError, StorageError
+from mars2_jax.files import storage
 
 __all__ = ["Checkpoint", "Checkpointer"]
 
 _CONTENT = ("state", "host", "meta")
 _SEAL = "sha256.json"
+_STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO, errno.EFBIG)
 
 
 class Checkpoint(NamedTuple):
@@ -60,6 +65,9 @@ class Checkpointer:
       keep: how many checkpoints are kept; older ones are deleted.
       every: steps between checkpoints, see `due`.
       read_only: neither writes nor cleans up; for commands that read a run which may still be training.
+
+    Raises:
+      StorageError: the folder cannot be written.
     """
 
     def __init__(self, workdir: str | os.PathLike[str], *, keep: int = 2, every: int = 1, read_only: bool = False):
@@ -80,8 +88,13 @@ class Checkpointer:
         if read_only:
             options = ocp.CheckpointManagerOptions(read_only=True)
         else:
+            # Now, not after the first step: Orbax would wait minutes for a folder that it cannot make.
+            with storage(self.directory):
+                self.directory.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=self.directory).close()
             options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, cleanup_tmp_directories=True)
         self._manager = ocp.CheckpointManager(self.directory, options=options, handler_registry=registry)
+        self._verified: set[int] = set()
 
     def due(self, step: int) -> bool:
         """Whether `step` is one of those that are saved by schedule."""
@@ -100,6 +113,7 @@ class Checkpointer:
 
         Raises:
           ValueError: for meta or host data that cannot be stored exactly, or a step that was saved before.
+          StorageError: this or the save before it could not be written.
         """
         if json.loads(json.dumps(dict(meta), allow_nan=False)) != dict(meta):
             raise ValueError("meta does not survive a JSON round trip: use string keys, and lists instead of tuples")
@@ -115,26 +129,32 @@ class Checkpointer:
                 raise ValueError(f"a checkpoint of step {newer} exists in {self.directory}; cannot save step {step}")
             # Left by a run that then fell back to an older checkpoint; in the way of this one.
             self._manager.delete(newer)
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state),
-                host=_HostSave(host),
-                meta=ocp.args.JsonSave(dict(meta)),
-                seal=_SealSave(),
-            ),
-            force=True,
+        items = ocp.args.Composite(
+            state=ocp.args.StandardSave(state),
+            host=_HostSave(host),
+            meta=ocp.args.JsonSave(dict(meta)),
+            seal=_SealSave(),
         )
+        with self._saving():
+            self._manager.save(step, args=items, force=True)
 
-    def restore(
-        self, target: Any = None, *, check: Callable[[dict[str, Any]], None] | None = None
-    ) -> Checkpoint | None:
+    def latest(self) -> tuple[int, dict[str, Any]] | None:
+        """Step and meta of the newest checkpoint that is whole, without its arrays; None where there is none yet.
+
+        Raises:
+          DataError: there are checkpoints, but none is whole.
+        """
+        step = self._newest_whole()
+        if step is None:
+            return None
+        return step, self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+
+    def restore(self, target: Any = None) -> Checkpoint | None:
         """The newest checkpoint that is whole; a damaged one is passed over with a warning.
 
         Args:
           target: the pytree of `state` with a `jax.ShapeDtypeStruct` (or an array) in place of each array; arrays are
             restored into its structure and shardings. None restores nested dicts and lists, sharded as when saved.
-          check: is called with `meta` before the arrays are looked at, and may raise.
 
         Returns:
           The checkpoint, or None where the run has none yet.
@@ -143,15 +163,19 @@ class Checkpointer:
           DataError: there are checkpoints, but none is whole.
           ConfigError: the checkpoint's arrays differ from the target's in name, shape or dtype.
         """
+        step = self._newest_whole()
+        return None if step is None else self._restore(step, target)
+
+    def _newest_whole(self) -> int | None:
         self.wait()
         self._manager.reload()
         steps = self._steps()
         for step in steps:
-            damage = self._damage(step)
+            # Hashing gigabytes takes its time: once a checkpoint.
+            damage = None if step in self._verified else self._damage(step)
             if damage is None:
-                if check is not None:
-                    check(self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"])
-                return self._restore(step, target)
+                self._verified.add(step)
+                return step
             logging.getLogger(__name__).warning("passing over the checkpoint of step %d: %s", step, damage)
         if steps:
             raise DataError(f"no checkpoint in {self.directory} is whole; to start the run over, remove this folder")
@@ -168,13 +192,37 @@ class Checkpointer:
         )
         return Checkpoint(step, items["state"], items["host"], items["meta"])
 
+    def check(self) -> None:
+        """Raises what went wrong in a save so far, without waiting for one that is under way."""
+        with self._saving():
+            self._manager.check_for_errors()
+
     def wait(self) -> None:
         """Waits until the last save is on disk; raises what went wrong in it."""
-        self._manager.wait_until_finished()
+        with self._saving():
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
         """Waits for the last save and ends the writer threads."""
-        self._manager.close()
+        with self._saving():
+            self._manager.close()
+
+    @contextlib.contextmanager
+    def _saving(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None:
+                # Array files are written in C++, whose errors carry the system's words and not its numbers.
+                if isinstance(cause, OSError) or any(os.strerror(code) in str(cause) for code in _STORAGE_ERRORS):
+                    reason = getattr(cause, "strerror", None) or " ".join(str(cause).split())[:200]
+                    raise StorageError(
+                        f"a checkpoint cannot be written to {self.directory} ({reason}): free space or rights, then "
+                        "start again; the run resumes after the last checkpoint that is whole"
+                    ) from error
+                cause = cause.__cause__ or cause.__context__
+            raise
 
     def __enter__(self) -> Checkpointer:
         return self

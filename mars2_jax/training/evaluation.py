@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from ml_collections import FrozenConfigDict
@@ -88,13 +88,19 @@ def run_evaluation(config: FrozenConfigDict, workdir: str | None, console: Conso
     problems = eval_problems(config)
     if workdir is not None and not pathlib.Path(workdir, "checkpoints").is_dir():
         raise DataError(f"no checkpoints in {workdir}: give the workdir of a training run, or none")
-    with start_grader(config) as grader:
+    with contextlib.ExitStack() as stack:
+        checkpointer = None
+        if workdir is not None:
+            checkpointer = stack.enter_context(Checkpointer(workdir, read_only=True))
+            _check_made_by(config, checkpointer, workdir)
+        grader = stack.enter_context(start_grader(config))
         searched = problems if searchable(config, problems) else []
         setup = Setup.check(config, searched=searched, answered=problems, learn=False)
         console.print(f"loading {', '.join(setup.files)}", highlight=False)
-        with jax.set_mesh(setup.mesh), Progress(1, console=console) as progress:
-            team = setup.team(learn=False)
-            step = _load_checkpoint(config, team, workdir) if workdir is not None else 0
+        stack.enter_context(jax.set_mesh(setup.mesh))
+        team = setup.team(learn=False)
+        step = _load_checkpoint(team, checkpointer) if checkpointer is not None else 0
+        with Progress(1, console=console) as progress:
             scores = evaluate(config, team, problems, grader, progress)
     if config.eval.search_nodes and not searchable(config, problems):
         console.print("no Pass@1(MCTS): these problems have no public tests to guide a search", highlight=False)
@@ -107,23 +113,25 @@ def run_evaluation(config: FrozenConfigDict, workdir: str | None, console: Conso
     return scores
 
 
-def _load_checkpoint(config: FrozenConfigDict, team: Sequence[Agent], workdir: str) -> int:
-    learners = [agent for agent in team if agent.config.trainable]
-    now = as_json(config)["agents"]
-
-    def check(meta: dict[str, Any]) -> None:
-        for agent in team:
-            for part in ("model", "role", "trainable"):
-                if meta["config"]["agents"].get(agent.name, {}).get(part) != now[agent.name][part]:
-                    raise ConfigError(
-                        f"config.agents.{agent.name}.{part} differs from that of the run in {workdir}: evaluate a "
-                        "checkpoint with the config that made it"
-                    )
-
-    with Checkpointer(workdir, read_only=True) as checkpointer:
-        saved = checkpointer.restore({agent.name: agent.abstract_state() for agent in learners}, check=check)
-    if saved is None:
+def _check_made_by(config: FrozenConfigDict, checkpointer: Checkpointer, workdir: str) -> None:
+    """Sees that the run's newest checkpoint holds the agents that the config names."""
+    latest = checkpointer.latest()
+    if latest is None:
         raise DataError(f"no checkpoint in {workdir} yet: wait for the first training step to end")
+    _, meta = latest
+    for name, agent in as_json(config)["agents"].items():
+        for part in ("model", "role", "trainable"):
+            if meta["config"]["agents"].get(name, {}).get(part) != agent[part]:
+                raise ConfigError(
+                    f"config.agents.{name}.{part} differs from that of the run in {workdir}: evaluate a checkpoint "
+                    "with the config that made it"
+                )
+
+
+def _load_checkpoint(team: Sequence[Agent], checkpointer: Checkpointer) -> int:
+    learners = [agent for agent in team if agent.config.trainable]
+    saved = checkpointer.restore({agent.name: agent.abstract_state() for agent in learners})
+    assert saved is not None  # `_check_made_by` saw it
     for agent in learners:
         agent.set_params(saved.state[agent.name].params)
     return saved.step

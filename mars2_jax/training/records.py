@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from mars2_jax.errors import GraderError
 from mars2_jax.grading.verdict import Verdict
 from mars2_jax.learning.batch import TreeArrays
 from mars2_jax.rollout.types import Completion
@@ -15,10 +16,23 @@ from mars2_jax.search.explore import Exploration
 from mars2_jax.search.forest import Status
 from mars2_jax.training.buffer import TreeKey
 
-__all__ = ["Node", "most_telling", "search_metrics", "tree_arrays", "tree_rows", "written_by"]
+__all__ = ["Node", "check_graded", "most_telling", "search_metrics", "tree_arrays", "tree_rows", "written_by"]
 
 Node = tuple[TreeKey, int, Completion]
 """Tree, slot, and the tokens written there."""
+
+
+def check_graded(exploration: Exploration) -> None:
+    """Sees that the grader could judge something: a run in which it cannot would go on, learning nothing.
+
+    Raises:
+      GraderError: it failed on every program.
+    """
+    grades = [attempt.grade for attempts in exploration.attempts for attempt in attempts.values()]
+    if any(grade.verdict is not Verdict.INFRA for grade in grades):
+        return
+    said = (result.error for grade in grades for result in grade.public + grade.hidden if result and result.error)
+    raise GraderError(f"the grader failed on all {len(grades)} programs of this step ({next(said, 'no word why')})")
 
 
 def tree_arrays(exploration: Exploration, step: int) -> dict[TreeKey, TreeArrays]:

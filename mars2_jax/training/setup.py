@@ -6,12 +6,13 @@ import contextlib
 import dataclasses
 import fcntl
 import pathlib
+import shutil
 from collections.abc import Iterator, Sequence
 
 from jax.sharding import Mesh
 from ml_collections import FrozenConfigDict
 
-from mars2_jax.errors import ConfigError, DataError
+from mars2_jax.errors import ConfigError, DataError, StorageError
 from mars2_jax.grading.grader import Grader
 from mars2_jax.parallel.mesh import make_mesh, row_shards
 from mars2_jax.rollout.types import SamplingParams
@@ -21,6 +22,7 @@ from mars2_jax.training.agent import Agent, ModelFile, build_team, make_prompter
 
 __all__ = [
     "Setup",
+    "check_space",
     "check_trainable",
     "claim",
     "eval_problems",
@@ -135,6 +137,20 @@ def check_trainable(config: FrozenConfigDict) -> None:
         raise ConfigError(
             "config.rollout.top_k, top_p and min_p must be off (0, 1, 0) in training: the update takes probabilities "
             "of the unfiltered model, and the ratio to filtered ones would be wrong"
+        )
+
+
+def check_space(workdir: pathlib.Path, size: int) -> None:
+    """Sees that the disk has room for one more checkpoint of `size` bytes.
+
+    Raises:
+      StorageError: it has not.
+    """
+    free = shutil.disk_usage(workdir).free
+    if free < size:
+        raise StorageError(
+            f"{workdir} has {free / 1e9:.1f} GB free and a checkpoint takes {size / 1e9:.1f} GB: free space, or choose "
+            "another --workdir"
         )
 
 

@@ -25,9 +25,10 @@ from mars2_jax.training.checkpoint import Checkpointer
 from mars2_jax.training.evaluation import evaluate, searchable
 from mars2_jax.training.keys import step_key
 from mars2_jax.training.metrics import MetricsWriter
-from mars2_jax.training.records import most_telling, search_metrics, tree_arrays, tree_rows, written_by
+from mars2_jax.training.records import check_graded, most_telling, search_metrics, tree_arrays, tree_rows, written_by
 from mars2_jax.training.setup import (
     Setup,
+    check_space,
     check_trainable,
     claim,
     eval_problems,
@@ -55,13 +56,20 @@ def train(config: FrozenConfigDict, workdir: str, console: Console | None = None
     problems = train_problems(config)
     judges = eval_problems(config) if config.training.evaluate else []
     searched = [*problems, *(judges if searchable(config, judges) else [])]
-    with claim(workdir) as folder, start_grader(config) as grader:
-        setup = Setup.check(config, searched=searched, answered=judges)
-        with (
-            jax.set_mesh(setup.mesh),
-            Checkpointer(folder, keep=config.training.keep, every=config.training.checkpoint_every) as checkpointer,
-        ):
-            Trainer(setup, problems, judges, grader, checkpointer, folder, console).run()
+    keep, every = config.training.keep, config.training.checkpoint_every
+    with claim(workdir) as folder, Checkpointer(folder, keep=keep, every=every) as checkpointer:
+        if (latest := checkpointer.latest()) is not None:
+            step, meta = latest
+            check_resumable(meta["config"], as_json(config))
+            if step > config.training.steps:
+                raise ConfigError(
+                    f"config.training.steps is {config.training.steps}, but the run in {workdir} has made {step}: "
+                    "raise it, or choose another --workdir"
+                )
+        with start_grader(config) as grader:
+            setup = Setup.check(config, searched=searched, answered=judges)
+            with jax.set_mesh(setup.mesh):
+                Trainer(setup, problems, judges, grader, checkpointer, folder, console).run()
 
 
 class Trainer:
@@ -132,6 +140,9 @@ class Trainer:
             reward_tests=config.grading.reward_tests,
             progress=progress.counter("search", len(chosen) * config.search.nodes),
         )
+        check_graded(exploration)
+        # A save that failed is told before more work is put on top of it.
+        self.checkpointer.check()
         values = search_metrics(exploration)
         started = time.perf_counter()
         trees = tree_arrays(exploration, step)
@@ -189,10 +200,9 @@ class Trainer:
         self.checkpointer.save(self.step, {agent.name: agent.state for agent in self.learners}, meta, host)
 
     def _restore(self) -> int:
-        saved = self.checkpointer.restore(
-            {agent.name: agent.abstract_state() for agent in self.learners},
-            check=lambda meta: check_resumable(meta["config"], as_json(self.config)),
-        )
+        states = {agent.name: agent.abstract_state() for agent in self.learners}
+        check_space(self.workdir, sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(states)))
+        saved = self.checkpointer.restore(states)
         if saved is None:
             return 0
         for agent in self.learners:
