@@ -34,6 +34,9 @@ def agent_config() -> ConfigDict:
                 sha256="",
                 # Arithmetic and storage of the policy: "auto" is float32 on CPU, bfloat16 elsewhere.
                 dtype="auto",
+                # Attention over whole sequences (updates, scores, prompts): "xla" everywhere, "cudnn" on NVIDIA GPUs in
+                # bfloat16, "splash" on TPUs; "auto" is the fastest that runs on the mesh.
+                attention="auto",
                 lora=dict(
                     # Rank of the adapters that the agent learns, over the checkpoint's weights, which stay as they are
                     # and are held once for all agents that name the checkpoint; 0 learns all weights.
@@ -159,8 +162,12 @@ def default_config() -> ConfigDict:
                 train_batch_size=16,
                 # Rows of one micro-batch.
                 micro_batch_size=4,
-                # Recompute activations in the backward pass: "none" or "layer".
+                # Recompute activations in the backward pass: "none", "dots" (all but the outputs of matmuls with
+                # weights) or "layer" (all of a layer).
                 remat="none",
+                # Layers a step of a scan over the layers, in updates and scores: compiles one step for all. 0 compiles
+                # each layer for itself, which on CPU runs faster.
+                scan_unroll=0,
             ),
             training=dict(
                 steps=2,
@@ -205,8 +212,9 @@ _CHOICES = {
     "learning.tis_mode": ("truncate", "mask"),
     "learning.kl": ("k1", "k2", "k3"),
     "learning.aggregation": ("token_mean", "seq_mean", "seq_mean_token_sum_norm"),
-    "learning.remat": ("none", "layer"),
+    "learning.remat": ("none", "dots", "layer"),
     "agents.*.model.dtype": ("auto", "float32", "bfloat16"),
+    "agents.*.model.attention": ("auto", "xla", "cudnn", "splash"),
     "agents.*.model.lora.targets": ("attention", "mlp"),
 }
 
@@ -238,6 +246,7 @@ _RANGES: dict[str, tuple[str, float | None, float | None, str]] = {
     "learning.overlong_factor": ("[", 0, None, ")"),
     "learning.train_batch_size": ("[", 1, None, ")"),
     "learning.micro_batch_size": ("[", 1, None, ")"),
+    "learning.scan_unroll": ("[", 0, None, ")"),
     "training.steps": ("[", 1, None, ")"),
     "training.checkpoint_every": ("[", 1, None, ")"),
     "training.keep": ("[", 1, None, ")"),

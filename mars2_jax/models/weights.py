@@ -22,19 +22,31 @@ Reader = Callable[[str], np.ndarray]
 
 
 def abstract_decoder(
-    config: ModelConfig, *, dtype=jnp.float32, param_dtype=jnp.float32, lora: Lora | None = None
+    config: ModelConfig,
+    *,
+    dtype=jnp.float32,
+    param_dtype=jnp.float32,
+    attention: str = "xla",
+    lora: Lora | None = None,
 ) -> Decoder:
-    """A decoder whose parameters are shapes only; nothing is allocated."""
-    return nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0), dtype=dtype, param_dtype=param_dtype, lora=lora))
+    """A decoder whose parameters are shapes only; nothing is allocated. Arguments as in `Decoder`."""
+
+    def make() -> Decoder:
+        return Decoder(config, nnx.Rngs(0), dtype=dtype, param_dtype=param_dtype, attention=attention, lora=lora)
+
+    return nnx.eval_shape(make)
 
 
-def load(checkpoint: Checkpoint, *, dtype=jnp.float32, param_dtype=jnp.float32, shardings=None) -> Decoder:
+def load(
+    checkpoint: Checkpoint, *, dtype=jnp.float32, param_dtype=jnp.float32, attention: str = "xla", shardings=None
+) -> Decoder:
     """Reads every parameter of a decoder from a checkpoint, tensor by tensor.
 
     Args:
       checkpoint: an open checkpoint.
       dtype: type of activations and matmuls.
       param_dtype: type of the stored weights.
+      attention: see `Decoder`.
       shardings: None, or a tree of shardings like the decoder's `nnx.state` (see `parallel.mesh.param_shardings`).
 
     Raises:
@@ -42,7 +54,7 @@ def load(checkpoint: Checkpoint, *, dtype=jnp.float32, param_dtype=jnp.float32, 
         are listed.
     """
     config = checkpoint.config
-    graphdef, abstract = nnx.split(abstract_decoder(config, dtype=dtype, param_dtype=param_dtype))
+    graphdef, abstract = nnx.split(abstract_decoder(config, dtype=dtype, param_dtype=param_dtype, attention=attention))
     used: set[str] = set()
 
     def read(name: str) -> np.ndarray:

@@ -11,7 +11,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from mars2_jax.models import cache as kv
-from mars2_jax.models.attention import attention, causal_mask
+from mars2_jax.models.causal_attention import causal_attention
+from mars2_jax.parallel.mesh import constrain
 from mars2_jax.rollout.sampling import PLAIN, SamplerRows, sample
 
 __all__ = ["Emitted", "Slots", "compilations", "decode", "grow", "insert", "prefill", "take_row"]
@@ -54,31 +55,30 @@ def prefill(graphdef: Any, params: nnx.State, tokens: Int[Array, "prompts length
     """Keys and values of whole prompts, padded at the end. No logits: the last prompt token is the decoder's."""
     decoder = nnx.merge(graphdef, params)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    mask = causal_mask(positions)
 
     def attend(_, query, key, value):
-        return attention(query, key, value, mask), kv.layer_cache(key, value)
+        return causal_attention(query, key, value, implementation=decoder.attention), kv.layer_cache(key, value)
 
     _, kept = decoder.run(tokens, positions, attend)
-    return tuple(kept)
+    return kv.constrain_cache(tuple(kept))
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
 def insert(cache: kv.KeyValues, prompt: kv.KeyValues, slot: Int[Array, ""]) -> kv.KeyValues:
     """See `models.cache.insert`."""
-    return kv.insert(cache, prompt, slot)
+    return kv.constrain_cache(kv.insert(cache, prompt, slot))
 
 
 @jax.jit
 def take_row(entries: kv.KeyValues, row: Int[Array, ""]) -> kv.KeyValues:
     """See `models.cache.take_row`."""
-    return kv.take_row(entries, row)
+    return kv.constrain_cache(kv.take_row(entries, row))
 
 
 @functools.partial(jax.jit, static_argnames="length")
 def grow(cache: kv.KeyValues, length: int) -> kv.KeyValues:
     """See `models.cache.grow`."""
-    return kv.grow(cache, length)
+    return kv.constrain_cache(kv.grow(cache, length))
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "chunk"), donate_argnames=("cache", "slots"))
@@ -110,12 +110,14 @@ def decode(
 
         def attend(layer, query, key, value):
             longer = kv.append(cache[layer], key, value, slots.length)
-            return kv.cached_attention(query, longer, mask), longer
+            mixed = kv.cached_attention(query, longer, mask)
+            # The cache is split over the slots; the little that comes out goes to every device, see `few_tokens`.
+            return constrain(mixed, None, None, "kv_heads", None, None), longer
 
-        hidden, longer = decoder.run(slots.token[:, None], slots.length[:, None], attend)
+        hidden, longer = decoder.run(slots.token[:, None], slots.length[:, None], attend, few_tokens=True)
         # An idle slot must not hold the others to the filters of a request that has left it.
         sampler = jax.tree.map(lambda x, plain: jnp.where(slots.active, x, plain), slots.sampler, PLAIN)
-        token, logprob, score = sample(decoder.logits(hidden[:, 0]), slots.key, slots.made, sampler)
+        token, logprob, score = sample(decoder.logits(hidden[:, 0], few_tokens=True), slots.key, slots.made, sampler)
         stop = (token[:, None] == stop_ids).any(-1)
         write = lambda old, new: jax.lax.dynamic_update_slice(old, new[:, None], (0, j))
         out = Emitted(
@@ -132,11 +134,13 @@ def decode(
             made=made,
             active=slots.active & ~stop & (made < slots.budget),
         )
-        return j + 1, tuple(longer), slots, out
+        return j + 1, kv.constrain_cache(tuple(longer)), slots, out
 
     start = (jnp.int32(0), cache, slots, blank)
     _, cache, slots, out = jax.lax.while_loop(lambda c: (c[0] < chunk) & c[2].active.any(), step, start)
-    return cache, slots, out
+    # Where they lay before: another place would be another program in the next call.
+    by_rows = lambda x: constrain(x, "rows", *(None,) * (x.ndim - 1))
+    return kv.constrain_cache(cache), jax.tree.map(by_rows, slots), jax.tree.map(by_rows, out)
 
 
 def compilations() -> int:

@@ -17,13 +17,14 @@ from mars2_jax.errors import ConfigError
 from mars2_jax.learning.advantage import TreeAdvantages
 from mars2_jax.learning.batch import Sample, TreeArrays, make_batch
 from mars2_jax.learning.update import Learner, TrainState
+from mars2_jax.models.causal_attention import choose_attention
 from mars2_jax.models.config import ModelConfig
 from mars2_jax.models.decoder import Decoder
 from mars2_jax.models.files import find, open_checkpoint
 from mars2_jax.models.lora import Lora, fresh_adapters, learned, merge_lora
 from mars2_jax.models.tokenizer import ChatTokenizer, load_tokenizer
 from mars2_jax.models.weights import abstract_decoder, load
-from mars2_jax.parallel.mesh import param_shardings, rows
+from mars2_jax.parallel.mesh import param_shardings, platform, rows
 from mars2_jax.rollout.engine import Engine
 from mars2_jax.rollout.types import Completion, SamplingParams
 from mars2_jax.training.buffer import Buffer, TreeKey
@@ -51,12 +52,12 @@ class ModelFile:
 
     Raises:
       ModelError: missing, damaged, of another checksum, or not supported.
-      ConfigError: sequences longer than the model was made for.
+      ConfigError: sequences longer than the model was made for, or an attention that cannot run on the mesh.
     """
 
-    def __init__(self, model: FrozenConfigDict, longest: int):
-        self.path, self.sha256 = model.path, model.sha256
-        with open_checkpoint(self.path, self.sha256) as checkpoint:
+    def __init__(self, model: FrozenConfigDict, longest: int, mesh: Mesh, *, key: str = "agents.<name>.model"):
+        self.model, self.path = model, model.path
+        with open_checkpoint(self.path, model.sha256) as checkpoint:
             self.config: ModelConfig = checkpoint.config
             self.tokenizer: ChatTokenizer = load_tokenizer(checkpoint, str(find(self.path)))
         if longest > self.config.max_length:
@@ -64,24 +65,32 @@ class ModelFile:
                 f"max_prompt_tokens + max_new_tokens of config.rollout or config.eval are {longest}, but {self.path} "
                 f"was made for {self.config.max_length} tokens: lower them"
             )
-        self.dtype = _dtype(model.dtype)
+        self.mesh = mesh
+        self.dtype = _dtype(model.dtype, mesh)
+        self.attention = choose_attention(
+            model.attention,
+            platform=platform(mesh),
+            dtype=self.dtype,
+            head_dim=self.config.head_dim,
+            key=f"{key}.attention",
+        )
 
     def abstract(self, lora: Lora | None = None) -> Decoder:
         """The decoder without arrays, with adapters where `lora` is given."""
-        return abstract_decoder(self.config, dtype=self.dtype, lora=lora)
+        return abstract_decoder(self.config, dtype=self.dtype, attention=self.attention, lora=lora)
 
-    def load(self, mesh: Mesh, *, master: bool) -> Weights:
+    def load(self, *, master: bool) -> Weights:
         """The weights, placed on the mesh; with `master` in float32 too."""
-        shardings = param_shardings(mesh, nnx.state(self.abstract()))
+        shardings = param_shardings(self.mesh, nnx.state(self.abstract()))
         stored = jnp.float32 if master else self.dtype
         with open_checkpoint(self.path) as checkpoint:
             params = nnx.state(load(checkpoint, dtype=self.dtype, param_dtype=stored, shardings=shardings))
         return Weights(_cast(params, self.dtype), params if master else None)
 
 
-def _dtype(name: str) -> Any:
+def _dtype(name: str, mesh: Mesh) -> Any:
     if name == "auto":
-        return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+        return jnp.float32 if platform(mesh) == "cpu" else jnp.bfloat16
     return jnp.dtype(name)
 
 
@@ -108,7 +117,6 @@ class Agent:
         run: FrozenConfigDict,
         model: ModelFile,
         weights: Weights,
-        mesh: Mesh,
         *,
         learn: bool,
     ):
@@ -125,7 +133,7 @@ class Agent:
         start = weights.base
         if lora:
             adapters = nnx.state(decoder, nnx.LoRAParam)
-            start = fresh_adapters(adapters, adapter_key(run.seed, name), param_shardings(mesh, adapters))
+            start = fresh_adapters(adapters, adapter_key(run.seed, name), param_shardings(model.mesh, adapters))
         rollout = run.rollout
         self.engine = Engine(
             nnx.merge(nnx.graphdef(decoder), self._complete(start)),
@@ -145,7 +153,7 @@ class Agent:
             budget=rollout.max_new_tokens,
         )
         self.learner = learner(decoder)
-        self._params_shape = _shapes(nnx.state(decoder, learned(lora)), mesh)
+        self._params_shape = _shapes(nnx.state(decoder, learned(lora)), model.mesh)
         if learn:
             if run.learning.kl_coef > 0:
                 self._reference = learner(model.abstract()), weights.base
@@ -247,21 +255,22 @@ def make_prompter(name: str, run: FrozenConfigDict, tokenizer: ChatTokenizer, *,
     )
 
 
-def open_models(run: FrozenConfigDict) -> dict[str, ModelFile]:
-    """The models that the agents name, by path; each is opened once. Raises as `ModelFile` does."""
+def open_models(run: FrozenConfigDict, mesh: Mesh) -> dict[str, ModelFile]:
+    """The models that the agents name, by path, for a mesh; each is opened once. Raises as `ModelFile` does."""
     longest = longest_sequence(run)
     files: dict[str, ModelFile] = {}
-    for agent in run.agents.values():
+    for name, agent in run.agents.items():
         model = agent.model
         if model.path not in files:
-            files[model.path] = ModelFile(model, longest)
-        known = files[model.path]
-        if (known.sha256, known.dtype) != (model.sha256, _dtype(model.dtype)):
-            raise ConfigError(f"agents name {model.path!r} with different model.sha256 or model.dtype: make them equal")
+            files[model.path] = ModelFile(model, longest, mesh, key=f"agents.{name}.model")
+        known = files[model.path].model
+        for key in ("sha256", "dtype", "attention"):
+            if known[key] != model[key]:
+                raise ConfigError(f"agents name {model.path!r} with different model.{key}: make them equal")
     return files
 
 
-def build_team(run: FrozenConfigDict, files: dict[str, ModelFile], mesh: Mesh, *, learn: bool = True) -> list[Agent]:
+def build_team(run: FrozenConfigDict, files: dict[str, ModelFile], *, learn: bool = True) -> list[Agent]:
     """Loads the models and makes the agents, in the order of their names in the config.
 
     Agents of one checkpoint start from equal weights, read once, and then go their own ways: those with adapters share
@@ -270,25 +279,24 @@ def build_team(run: FrozenConfigDict, files: dict[str, ModelFile], mesh: Mesh, *
     masters = {
         agent.model.path for agent in run.agents.values() if learn and agent.trainable and not agent.model.lora.rank
     }
-    weights = {path: file.load(mesh, master=path in masters) for path, file in files.items()}
+    weights = {path: file.load(master=path in masters) for path, file in files.items()}
     return [
-        Agent(name, config, run, files[config.model.path], weights[config.model.path], mesh, learn=learn)
+        Agent(name, config, run, files[config.model.path], weights[config.model.path], learn=learn)
         for name, config in run.agents.items()
     ]
 
 
-def plain_weights(model: ModelFile, config: FrozenConfigDict, params: nnx.State, mesh: Mesh) -> nnx.State:
+def plain_weights(model: ModelFile, config: FrozenConfigDict, params: nnx.State) -> nnx.State:
     """All weights of a decoder without adapters that computes what an agent's does, in float32, placed on the mesh.
 
     Args:
-      model: the agent's model.
+      model: the agent's model, opened with a mesh; one of a single CPU device merges in host memory.
       config: its section of the config.
       params: what it has learned, the `params` of its `TrainState`.
-      mesh: may be one of a single CPU device, to merge in host memory.
     """
     lora = Lora.from_config(config.model.lora)
     if lora is None:
         return params
-    base = model.load(mesh, master=True).master
-    place = param_shardings(mesh, nnx.state(model.abstract()))
+    base = model.load(master=True).master
+    place = param_shardings(model.mesh, nnx.state(model.abstract()))
     return jax.jit(lambda a, b: merge_lora(nnx.merge_state(a, b), lora), out_shardings=place)(params, base)

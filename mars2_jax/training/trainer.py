@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from ml_collections import FrozenConfigDict
 from rich.console import Console
@@ -56,7 +57,10 @@ def train(config: FrozenConfigDict, workdir: str, console: Console | None = None
     searched = [*problems, *(judges if searchable(config, judges) else [])]
     with claim(workdir) as folder, start_grader(config) as grader:
         setup = Setup.check(config, searched=searched, answered=judges)
-        with Checkpointer(folder, keep=config.training.keep, every=config.training.checkpoint_every) as checkpointer:
+        with (
+            jax.set_mesh(setup.mesh),
+            Checkpointer(folder, keep=config.training.keep, every=config.training.checkpoint_every) as checkpointer,
+        ):
             Trainer(setup, problems, judges, grader, checkpointer, folder, console).run()
 
 

@@ -154,11 +154,11 @@ def test_plain_weights_compute_what_the_agent_does(trained):
     config, setup, team, *_ = trained
     file, adapted, full = setup.files[config.agents.l0.model.path], team["l0"], team["f1"]
     prompt, response = [np.arange(9)], [np.arange(20, 24)]
-    merged = plain_weights(file, adapted.config, adapted.state.params, setup.mesh)
+    merged = plain_weights(file, adapted.config, adapted.state.params)
     got = full.learner.score_responses(merged, prompt, response)[0]
     want = adapted.learner.score_responses(adapted.state.params, prompt, response, adapted.base)[0]
     np.testing.assert_allclose(got, want, atol=1e-5)
-    assert plain_weights(file, full.config, full.state.params, setup.mesh) is full.state.params
+    assert plain_weights(file, full.config, full.state.params) is full.state.params
 
 
 def test_a_resumed_team_goes_on_with_the_same_bits(trained):
