@@ -91,7 +91,8 @@ def adapter(lora: Lora | None, target: str, weight: nnx.Param, inputs: int, rngs
 def fresh_adapters(abstract: nnx.State, key: Key[Array, ""], shardings: nnx.State) -> nnx.State:
     """Adapters that change nothing yet, in float32.
 
-    As `Adapter` makes them, but shape by shape: a program that made those of all layers would take minutes to compile.
+    As `Adapter` makes them, but one by one: those of a shape share a small program, while one for all layers would be
+    slow to compile.
 
     Args:
       abstract: shapes of a decoder's adapters.
