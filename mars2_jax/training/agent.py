@@ -191,6 +191,7 @@ def make_prompter(name: str, run: FrozenConfigDict, tokenizer: ChatTokenizer, *,
     """The prompter of the agent `name`, for searches or for the single answers of an evaluation."""
     longest = (single and run.eval.max_prompt_tokens) or run.rollout.max_prompt_tokens
     key = "eval.max_prompt_tokens" if single and run.eval.max_prompt_tokens else "rollout.max_prompt_tokens"
+    tokenizer = tokenizer.with_thinking(run.agents[name].enable_thinking, f"agents.{name}.enable_thinking")
     return Prompter(
         name, tokenizer, role=run.agents[name].role, feedback=run.prompts.feedback, max_tokens=longest, key=key
     )

@@ -116,7 +116,7 @@ def _load_checkpoint(config: FrozenConfigDict, team: Sequence[Agent], workdir: s
     if saved is None:
         raise DataError(f"no checkpoint in {workdir} yet: wait for the first training step to end")
     for agent in team:
-        for part in ("model", "role", "trainable"):
+        for part in ("model", "role", "enable_thinking", "trainable"):
             then, now = saved.meta["config"]["agents"].get(agent.name, {}).get(part), config.to_dict()["agents"]
             if then != now[agent.name][part]:
                 raise ConfigError(

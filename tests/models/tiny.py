@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from mars2_jax.models.config import ModelConfig
 from mars2_jax.models.decoder import Decoder
+from mars2_jax.models.weights import abstract_decoder
 
 TINY = ModelConfig(
     vocab_size=64, embed_dim=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp_dim=48, tied_embeddings=True
@@ -19,6 +22,13 @@ def tiny_decoder(seed: int = 0, config: ModelConfig = TINY, scale: float = 4.0) 
     graphdef, params = nnx.split(decoder)
     params = nnx.map_state(lambda path, x: x.replace(x[...] * scale) if x[...].ndim > 1 else x, params)
     return nnx.merge(graphdef, params)
+
+
+def random_params(config: ModelConfig = TINY, seed: int = 0) -> nnx.State:
+    """Random weights of any shape, norms and biases too; made by NumPy, so that nothing is compiled for them."""
+    rng = np.random.default_rng(seed)
+    _, abstract = nnx.split(abstract_decoder(config))
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(0.5, 0.3, x.shape), x.dtype), abstract)
 
 
 def logits(decoder: Decoder, tokens) -> jnp.ndarray:
