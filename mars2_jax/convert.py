@@ -15,7 +15,9 @@ from mars2_jax.errors import ConfigError
 _CONFIG = command.define_config()
 _WORKDIR = command.define_workdir(required=False)
 _AGENT = flags.DEFINE_string("agent", None, "The agent of the run in --workdir whose weights are written.")
-_STEP = flags.DEFINE_integer("step", None, "After which training step; the newest checkpoint by default.", lower_bound=1)
+_STEP = flags.DEFINE_integer(
+    "step", None, "After which training step; the newest checkpoint by default.", lower_bound=1
+)
 _MODEL = flags.DEFINE_string("model", None, "In place of a run: a model path, as in config.agents.<name>.model.path.")
 _OUT = flags.DEFINE_string("out", None, "Folder to write, which must not hold anything.", required=True)
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Number type of the weights.")
@@ -26,13 +28,13 @@ def main() -> None:
     given = [flag for flag, value in of_run.items() if value is not None]
     if _MODEL.value is not None and given:
         raise ConfigError(f"--model and {given[0]} do not go together: give a model, or a run with its --agent")
-    if _MODEL.value is None and (_WORKDIR.value is None or _AGENT.value is None):
-        raise ConfigError("nothing to convert: give --model=PATH, or --config, --workdir and --agent of a run")
     assert _OUT.value is not None  # a required flag
     if _MODEL.value is not None:
         from mars2_jax.training.export import export_model
 
         export_model(_MODEL.value, _OUT.value, dtype=_DTYPE.value)
+    elif _WORKDIR.value is None or _AGENT.value is None:
+        raise ConfigError("nothing to convert: give --model=PATH, or --config, --workdir and --agent of a run")
     else:
         config = command.load(_CONFIG)
         from mars2_jax.training.export import export_agent

@@ -233,15 +233,15 @@ class ModelConfig:
 def _recognise(name: str, factors: np.ndarray, theta: float, head_dim: int) -> Llama3Rope:
     """Llama 3.1's scaling behind a table of factors, which does not say its parameters.
 
-    All of Llama 3.1 to 3.3 differ in `factor` alone, and the table's largest entry is it. The table that follows from it
-    must be the file's, else the scaling is another one and is refused.
+    Llama 3.1 to 3.3 differ in `factor` alone, and the table's largest entry is it. The table that follows from it must
+    be the file's, else the scaling is another one and is refused.
     """
     scaling = Llama3Rope(float(factors.max()), 1.0, 4.0, 8192)
     frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
     if factors.shape != frequencies.shape or not np.allclose(factors, scaling.divisors(frequencies), rtol=1e-4):
         raise ModelError(
-            f"{name}: the rotary scaling of the tensor rope_freqs.weight is not Llama 3.1's, and no other is supported; "
-            "use the safetensors checkpoint"
+            f"{name}: the rotary scaling of the tensor rope_freqs.weight is not Llama 3.1's, and no other is "
+            "supported; use the safetensors checkpoint"
         )
     return scaling
 

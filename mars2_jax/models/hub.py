@@ -52,14 +52,16 @@ def snapshot(name: str, revision: str | None = None) -> pathlib.Path:
             f"model {where!r} is gated: accept its licence on https://huggingface.co/{name} and set HF_TOKEN"
         ) from e
     except errors.RepositoryNotFoundError as e:
-        raise ModelError(f"model {where!r} does not exist on the hub, or is private: check the name, or set HF_TOKEN") from e
+        raise ModelError(
+            f"model {where!r} does not exist on the hub, or is private: check the name, or set HF_TOKEN"
+        ) from e
     except errors.RevisionNotFoundError as e:
         raise ModelError(f"model {where!r} has no such revision: give a branch, a tag or a commit") from e
     except errors.LocalEntryNotFoundError as e:
         raise ModelError(
-            f"model {where!r} is not in the local cache and the hub cannot be asked (offline, or HF_HUB_OFFLINE is set): "
-            "download it once with a connection, or give a folder"
+            f"model {where!r} is not in the local cache and the hub cannot be asked (offline, or HF_HUB_OFFLINE is "
+            "set): download it once with a connection, or give a folder"
         ) from e
-    except (errors.HTTPError, OSError) as e:  # HTTPError: of the library that the hub's client is built on
+    except (errors.HTTPError, OSError) as e:  # type: ignore[attr-defined]  # of the HTTP library below the client
         first = next(iter(str(e).splitlines()), type(e).__name__)
         raise ModelError(f"model {where!r} could not be downloaded: {first}") from e

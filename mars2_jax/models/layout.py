@@ -12,8 +12,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mars2_jax.models.config import ModelConfig
-
 __all__ = ["assemble", "disassemble", "sources"]
 
 _LAYER_SOURCES = {

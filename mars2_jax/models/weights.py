@@ -70,15 +70,15 @@ def _place(checkpoint: Checkpoint, name: str, like: jax.ShapeDtypeStruct, shardi
             raise ModelError(f"{source} has shape {tensor.shape} in the checkpoint, {shape} in the model")
     parts: dict[str, np.ndarray] = {}
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
         # JAX asks once for every device, also where several hold the same slice.
         if str(index) not in parts:
             # A copy always: on CPU a device may keep the NumPy buffer, which the file owns.
-            parts[str(index)] = np.array(assemble(name, like.shape, tensors, index), dtype=like.dtype, order="C")
+            parts[str(index)] = np.array(assemble(name, like.shape, tensors, index or ()), dtype=like.dtype, order="C")
         return parts[str(index)]
 
     if sharding is None:
-        return jax.device_put(part(()))
+        return jax.device_put(part(None))
     return jax.make_array_from_callback(like.shape, sharding, part)
 
 

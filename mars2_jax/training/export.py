@@ -87,11 +87,15 @@ def export_agent(
         raise DataError(f"no checkpoint in {workdir} yet: wait for the first training step to end")
     if saved.meta["config"]["agents"][agent]["model"] != model.to_dict():
         raise ConfigError(
-            f"config.agents.{agent}.model differs from that of the run in {workdir}: export with the config that made it"
+            f"config.agents.{agent}.model differs from that of the run in {workdir}: export with the config that made "
+            "it"
         )
     params = saved.state[agent]["params"]
     save_checkpoint(folder, params, shape, tokenizer, dtype=dtype)
-    _tell(console, f"wrote {agent} after {saved.step} training steps to {folder}, {shape.parameters:,} parameters in {dtype}")
+    _tell(
+        console,
+        f"wrote {agent} after {saved.step} training steps to {folder}, {shape.parameters:,} parameters in {dtype}",
+    )
 
 
 def _host() -> jax.Device:

@@ -62,7 +62,10 @@ def damaged(header, data=b"\0" * 16) -> bytes:
         (damaged({"x": {"dtype": "F32", "shape": [5], "data_offsets": [0, 20]}}), "lies outside"),
         (damaged({"x": {"dtype": "F32", "shape": [3], "data_offsets": [0, 16]}}), "another size"),
         (damaged({"x": {"dtype": "F32", "shape": [4]}}), "data_offsets"),
-        (damaged({"x": {"dtype": "F8_E4M3", "shape": [16], "data_offsets": [0, 16]}}), "F8_E4M3, which is not supported"),
+        (
+            damaged({"x": {"dtype": "F8_E4M3", "shape": [16], "data_offsets": [0, 16]}}),
+            "F8_E4M3, which is not supported",
+        ),
     ],
 )
 def test_damaged_files_are_refused(tmp_path, content, message):

@@ -6,8 +6,10 @@ from mars2_jax.errors import ConfigError
 from mars2_jax.models.tokenizer import ChatTokenizer
 
 # What Qwen3's does with the variable: "off" is an empty thought before the answer, the rest is left to the model.
-THINKING = """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>
-{%- if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}{% endif %}"""
+THINKING = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}{% endif %}"
+)
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
@@ -24,7 +26,8 @@ def chat_tokenizer(template: str) -> ChatTokenizer:
 
 
 @pytest.mark.parametrize(
-    ("thinking", "end"), [("default", "<|assistant|>"), ("on", "<|assistant|>"), ("off", "<|assistant|><think></think>")]
+    ("thinking", "end"),
+    [("default", "<|assistant|>"), ("on", "<|assistant|>"), ("off", "<|assistant|><think></think>")],
 )
 def test_thinking_is_told_to_the_template(thinking, end):
     tokenizer = chat_tokenizer(THINKING).with_thinking(thinking, "agents.a.enable_thinking")
