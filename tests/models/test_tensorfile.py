@@ -32,6 +32,8 @@ def test_reads_what_the_package_writes(tmp_path):
         assert_same(np.asarray(file.read(name)), array)
     with pytest.raises(ValueError, match="read-only"):
         file.read("matrix")[0] = 1
+    # A slice is a view too: nothing else is read.
+    assert isinstance(file.read("matrix")[1:, :2], np.memmap)
 
 
 def test_the_package_reads_what_is_written(tmp_path):

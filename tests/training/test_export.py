@@ -13,9 +13,10 @@ from flax import nnx
 from ml_collections import ConfigDict, FrozenConfigDict
 
 from mars2_jax.errors import ConfigError, DataError, ModelError
+from mars2_jax.learning.update import Learner
 from mars2_jax.models.files import open_checkpoint
 from mars2_jax.models.weights import load
-from mars2_jax.training.agent import Agent, ModelFile, longest_sequence
+from mars2_jax.training.agent import ModelFile
 from mars2_jax.training.checkpoint import Checkpointer
 from mars2_jax.training.export import export_agent, export_model
 from tests.training.tiny_team import tiny_config
@@ -30,16 +31,16 @@ def run(tmp_path_factory):
     config = tiny_config(folder)
     config.agents.bob.trainable = False
     config = FrozenConfigDict(config)
-    file = ModelFile(config.agents.ann.model, longest_sequence(config))
-    with open_checkpoint(file.path) as checkpoint:
+    with open_checkpoint(config.agents.ann.model.path) as checkpoint:
         decoder = load(checkpoint)
-    agent = Agent("ann", config.agents.ann, config, file, decoder, learn=True)
+    ann = config.agents.ann
+    learner = Learner.create(decoder, learning=config.learning, optimizer=ann.optimizer, temperature=1.0, budget=4)
     weights = {}
     with Checkpointer(folder / "run") as checkpointer:
         for step in (1, 2):
             params = jax.tree.map(lambda x, step=step: x + step, nnx.state(decoder))
             weights[step] = jax.tree.map(np.asarray, params)
-            checkpointer.save(step, {"ann": agent.learner.init(params)}, {"config": as_json(config)})
+            checkpointer.save(step, {"ann": learner.init(params)}, {"config": as_json(config)})
     return config, str(folder / "run"), weights
 
 
