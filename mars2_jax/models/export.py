@@ -57,8 +57,9 @@ def save_checkpoint(
         single tensor is larger.
 
     Raises:
-      ModelError: the folder is not empty or cannot be written. Nothing is left behind.
+      ModelError: the folder is not empty or cannot be written. Nothing is left behind but its parents.
     """
+    folder = folder.expanduser().resolve()  # "." has no name beside which to write
     check_destination(folder)
     settings = _settings(config, tokenizer, np.dtype(dtype))
     partial = folder.with_name(f".{folder.name}.partial")

@@ -31,7 +31,7 @@ def export_model(path: str, out: str, *, dtype: str = "float32", console: Consol
     Raises:
       ModelError: the model cannot be read, or the folder not be written.
     """
-    folder = pathlib.Path(out)
+    folder = pathlib.Path(out).expanduser()
     check_destination(folder)
     with open_checkpoint(path) as checkpoint, jax.default_device(_host()):
         tokenizer = load_tokenizer(checkpoint, str(find(path)))
@@ -65,7 +65,7 @@ def export_agent(
       DataError: no such checkpoint, or none that is whole.
       ModelError: the agent's model is gone, or the folder cannot be written.
     """
-    folder = pathlib.Path(out)
+    folder = pathlib.Path(out).expanduser()
     check_destination(folder)
     if agent not in config.agents:
         raise ConfigError(f"--agent={agent} is not an agent of this config; it has {', '.join(config.agents)}")
