@@ -28,7 +28,8 @@ def agent_config() -> ConfigDict:
     return ConfigDict(
         dict(
             model=dict(
-                # A folder in Hugging Face layout, a .gguf file, or package:<distribution>/<path of a file in it>.
+                # A folder in Hugging Face layout, a .gguf file, package:<distribution>/<path of a file in it>, or
+                # hub:<owner>/<name>[@revision].
                 path="",
                 # Hexadecimal SHA-256 of a model file; "" does not check.
                 sha256="",
@@ -49,6 +50,9 @@ def agent_config() -> ConfigDict:
             ),
             # System prompt; "" uses none.
             role="",
+            # Whether the model reasons before it answers, where its chat template lets one choose (Qwen3's does): "on",
+            # "off", or "default" (the template's own choice).
+            enable_thinking="default",
             # False: the agent plays but never learns.
             trainable=True,
             optimizer=dict(
@@ -227,6 +231,7 @@ _CHOICES = {
     "learning.kl": ("k1", "k2", "k3"),
     "learning.aggregation": ("token_mean", "seq_mean", "seq_mean_token_sum_norm"),
     "learning.remat": ("none", "dots", "layer"),
+    "agents.*.enable_thinking": ("default", "on", "off"),
     "agents.*.model.dtype": ("auto", "float32", "bfloat16"),
     "agents.*.model.attention": ("auto", "xla", "cudnn", "splash"),
     "agents.*.model.lora.targets": ("attention", "mlp"),

@@ -8,6 +8,9 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+from jaxtyping import Float
+
 from mars2_jax.errors import ModelError
 
 __all__ = ["Llama3Rope", "ModelConfig"]
@@ -19,6 +22,13 @@ _ARCHITECTURES = {
     "qwen2": (True, False),
     "qwen3": (False, True),
 }
+# What `config.json` says of each family beyond its sizes.
+_FAMILY_KEYS: dict[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "attention_bias": False, "mlp_bias": False},
+    "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": False, "attention_bias": False},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +39,13 @@ class Llama3Rope:
     low_freq_factor: float
     high_freq_factor: float
     original_max_length: int
+
+    def divisors(self, frequencies: Float[np.ndarray, " pairs"]) -> Float[np.ndarray, " pairs"]:
+        """What each rotary frequency (radians a position) is divided by, in float64."""
+        turns = self.original_max_length * frequencies.astype(np.float64) / (2 * np.pi)
+        ramp = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        kept = np.clip(ramp, 0.0, 1.0)
+        return 1 / (kept + (1 - kept) / self.factor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +61,7 @@ class ModelConfig:
       qk_norm: RMS norm over each query and key head (Qwen3).
       max_length: longest sequence the checkpoint was made for.
       rope_scaling: None, or Llama 3.1's.
+      model_type: the family's name in Hugging Face's `config.json`; of no consequence to the computation.
     """
 
     vocab_size: int
@@ -60,6 +78,7 @@ class ModelConfig:
     qk_norm: bool = False
     max_length: int = 4096
     rope_scaling: Llama3Rope | None = None
+    model_type: str = "llama"
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -117,18 +136,26 @@ class ModelConfig:
                 qk_norm=qk_norm,
                 max_length=raw.get("max_position_embeddings", 4096),
                 rope_scaling=_rope_scaling(path, _rope(raw)),
+                model_type=kind,
             )
         except KeyError as e:
             raise ModelError(f"{path} lacks the key {e.args[0]!r}") from e
 
     @classmethod
-    def from_gguf(cls, name: str, fields: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> ModelConfig:
+    def from_gguf(
+        cls,
+        name: str,
+        fields: Mapping[str, Any],
+        tensors: Mapping[str, tuple[int, ...]],
+        rope_factors: Float[np.ndarray, " pairs"] | None = None,
+    ) -> ModelConfig:
         """Reads GGUF metadata.
 
         Args:
           name: the file, for messages.
           fields: metadata keys and values.
           tensors: tensor names and shapes, in [out, in] order.
+          rope_factors: the file's `rope_freqs.weight`, which divides the rotary frequencies.
 
         Raises:
           ModelError: an architecture or a position encoding that the decoder does not implement, a missing key.
@@ -136,30 +163,92 @@ class ModelConfig:
         kind = fields.get("general.architecture")
         if kind not in _ARCHITECTURES:
             raise ModelError(f"{name}: architecture {kind!r} is not supported; supported: {', '.join(_ARCHITECTURES)}")
-        scaling = fields.get(f"{kind}.rope.scaling.type", "none")
-        if scaling != "none" or "rope_freqs.weight" in tensors:
-            raise ModelError(f"{name}: rotary scaling in GGUF files is not supported; use the safetensors checkpoint")
+        if (scaling := fields.get(f"{kind}.rope.scaling.type", "none")) != "none":
+            raise ModelError(
+                f"{name}: rotary scaling {scaling!r} of a GGUF file is not supported; use the safetensors checkpoint"
+            )
         qkv_bias, qk_norm = _ARCHITECTURES[kind]
         try:
             heads = fields[f"{kind}.attention.head_count"]
             embed = fields[f"{kind}.embedding_length"]
+            head_dim = fields.get(f"{kind}.attention.key_length", embed // heads)
+            theta = _exact(fields.get(f"{kind}.rope.freq_base", 10_000.0))
             return cls(
                 vocab_size=tensors["token_embd.weight"][0],
                 embed_dim=embed,
                 layers=fields[f"{kind}.block_count"],
                 heads=heads,
                 kv_heads=fields.get(f"{kind}.attention.head_count_kv", heads),
-                head_dim=fields.get(f"{kind}.attention.key_length", embed // heads),
+                head_dim=head_dim,
                 mlp_dim=fields[f"{kind}.feed_forward_length"],
-                rope_theta=float(fields.get(f"{kind}.rope.freq_base", 10_000.0)),
-                norm_eps=float(fields[f"{kind}.attention.layer_norm_rms_epsilon"]),
+                rope_theta=theta,
+                norm_eps=_exact(fields[f"{kind}.attention.layer_norm_rms_epsilon"]),
                 tied_embeddings="output.weight" not in tensors,
                 qkv_bias=qkv_bias,
                 qk_norm=qk_norm,
                 max_length=fields[f"{kind}.context_length"],
+                rope_scaling=None if rope_factors is None else _recognise(name, rope_factors, theta, head_dim),
+                model_type=kind,
             )
         except KeyError as e:
             raise ModelError(f"{name} lacks the metadata key or tensor {e.args[0]!r}") from e
+
+    def to_hf(self) -> dict[str, Any]:
+        """The content of a `config.json` that `transformers`, vLLM and `from_hf` read as this very config.
+
+        Types of numbers and tokens are not among it. Rotary settings are in the form of before transformers 5, which
+        newer ones read too.
+
+        Raises:
+          ModelError: no family that Hugging Face knows combines biases and norms so.
+        """
+        if _ARCHITECTURES[self.model_type] != (self.qkv_bias, self.qk_norm):
+            raise ModelError(f"no {self.model_type} model has qkv_bias={self.qkv_bias} and qk_norm={self.qk_norm}")
+        scaling = self.rope_scaling and dict(
+            rope_type="llama3",
+            factor=self.rope_scaling.factor,
+            low_freq_factor=self.rope_scaling.low_freq_factor,
+            high_freq_factor=self.rope_scaling.high_freq_factor,
+            original_max_position_embeddings=self.rope_scaling.original_max_length,
+        )
+        return dict(
+            **_FAMILY_KEYS[self.model_type],
+            model_type=self.model_type,
+            vocab_size=self.vocab_size,
+            hidden_size=self.embed_dim,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            intermediate_size=self.mlp_dim,
+            hidden_act="silu",
+            rms_norm_eps=self.norm_eps,
+            rope_theta=self.rope_theta,
+            rope_scaling=scaling,
+            max_position_embeddings=self.max_length,
+            tie_word_embeddings=self.tied_embeddings,
+        )
+
+
+def _recognise(name: str, factors: np.ndarray, theta: float, head_dim: int) -> Llama3Rope:
+    """Llama 3.1's scaling behind a table of factors, which does not say its parameters.
+
+    Llama 3.1 to 3.3 differ in `factor` alone, and the table's largest entry is it. The table that follows from it must
+    be the file's, else the scaling is another one and is refused.
+    """
+    scaling = Llama3Rope(float(factors.max()), 1.0, 4.0, 8192)
+    frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    if factors.shape != frequencies.shape or not np.allclose(factors, scaling.divisors(frequencies), rtol=1e-4):
+        raise ModelError(
+            f"{name}: the rotary scaling of the tensor rope_freqs.weight is not Llama 3.1's, and no other is "
+            "supported; use the safetensors checkpoint"
+        )
+    return scaling
+
+
+def _exact(stored: float) -> float:
+    """The number that was meant by one that a GGUF file rounded to float32: 1e-5, not 9.999999747378752e-06."""
+    return float(str(np.float32(stored)))
 
 
 def _rope(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -185,7 +274,9 @@ def _refuse_unsupported(path: pathlib.Path, raw: Mapping[str, Any]) -> None:
     """Settings that change the computation and that the decoder does not implement must not be passed over."""
     if raw.get("hidden_act", "silu") != "silu":
         raise ModelError(f"{path}: hidden_act {raw['hidden_act']!r} is not supported; supported: silu")
-    if raw.get("use_sliding_window") or (raw.get("model_type") == "mistral" and raw.get("sliding_window")):
+    # Mistral slides unless the key says null; Qwen's key counts only where use_sliding_window is on.
+    slides = raw.get("sliding_window", 4096) if raw["model_type"] == "mistral" else raw.get("use_sliding_window")
+    if slides:
         raise ModelError(f"{path}: sliding window attention is not supported")
     if raw.get("model_type") in ("llama", "qwen3") and raw.get("attention_bias"):
         raise ModelError(f"{path}: attention_bias is not supported for {raw['model_type']}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import hashlib
 import importlib.metadata
@@ -15,6 +16,8 @@ import numpy as np
 
 from mars2_jax.errors import ModelError
 from mars2_jax.models.config import ModelConfig
+from mars2_jax.models.hub import snapshot
+from mars2_jax.models.tensorfile import TensorFile
 
 __all__ = ["Checkpoint", "GGUFCheckpoint", "SafetensorsCheckpoint", "find", "open_checkpoint"]
 
@@ -23,13 +26,17 @@ def find(path: str) -> pathlib.Path:
     """The file or folder that a model path names.
 
     `package:<distribution>/<file>` is a file inside an installed Python package, found through its metadata: the
-    package itself is not imported.
+    package itself is not imported. `hub:<owner>/<name>[@revision]` is a model of the Hugging Face hub, see
+    `mars2_jax.models.hub`.
 
     Raises:
       ModelError: nothing there.
     """
     if not path:
         raise ModelError("no model path: set config.agents.<name>.model.path to a checkpoint folder or a .gguf file")
+    if path.startswith("hub:"):
+        name, _, revision = path.removeprefix("hub:").partition("@")
+        return snapshot(name, revision or None)
     if path.startswith("package:"):
         name, _, inner = path.removeprefix("package:").partition("/")
         try:
@@ -45,26 +52,29 @@ def find(path: str) -> pathlib.Path:
     return located
 
 
-class Checkpoint(contextlib.AbstractContextManager):
-    """Tensors by Hugging Face name, read one by one, in [out, in] order, as the format stores them."""
+class Checkpoint(abc.ABC):
+    """Tensors by Hugging Face name, read one by one, in [out, in] order.
+
+    Attributes:
+      config: the decoder's shape.
+      names: the tensors there are.
+    """
 
     config: ModelConfig
     names: frozenset[str]
 
+    @abc.abstractmethod
     def read(self, name: str) -> np.ndarray:
-        """The tensor; raises KeyError for a name that is not in `names`."""
-        raise NotImplementedError
+        """The tensor, not to be written to; where the format allows it, its bytes are read where they are used.
 
-    def __exit__(self, *exc: object) -> None:
-        return None
+        Raises KeyError for a name that is not in `names`.
+        """
 
 
 class SafetensorsCheckpoint(Checkpoint):
     """A folder in Hugging Face layout: `model.safetensors`, or shards with `model.safetensors.index.json`."""
 
     def __init__(self, folder: pathlib.Path):
-        from safetensors import SafetensorError, safe_open
-
         self.config = ModelConfig.from_hf(folder)
         index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
         if index.exists():
@@ -76,23 +86,14 @@ class SafetensorsCheckpoint(Checkpoint):
             files = [single.name]
         else:
             raise ModelError(f"no weights in {folder}: expected {single.name} or {index.name}")
-        self._stack = contextlib.ExitStack()
-        self._where: dict[str, Any] = {}
-        for file in files:
-            try:
-                # "flax" rather than "numpy": NumPy has no bfloat16 of its own.
-                handle = self._stack.enter_context(safe_open(str(folder / file), framework="flax"))
-            except (OSError, SafetensorError) as e:
-                self._stack.close()
-                raise ModelError(f"cannot read {folder / file}: {e}; download the checkpoint again") from e
-            self._where.update(dict.fromkeys(handle.keys(), handle))
+        self._where: dict[str, TensorFile] = {}
+        for name in files:
+            file = TensorFile(folder / name)
+            self._where.update(dict.fromkeys(file.specs, file))
         self.names = frozenset(self._where)
 
     def read(self, name: str) -> np.ndarray:
-        return np.asarray(self._where[name].get_tensor(name))
-
-    def __exit__(self, *exc: object) -> None:
-        self._stack.close()
+        return self._where[name].read(name)
 
 
 _GGUF_NAMES = {
@@ -113,6 +114,9 @@ _GGUF_NAMES = {
 }
 
 
+_ROPE_FACTORS = "rope_freqs.weight"
+
+
 class GGUFCheckpoint(Checkpoint):
     """A GGUF file; quantized tensors come out as float32. `fields` holds its metadata (tokenizer included)."""
 
@@ -125,10 +129,11 @@ class GGUFCheckpoint(Checkpoint):
             raise ModelError(f"cannot read {path} as GGUF: {e}; download the file again") from e
         self.fields: Mapping[str, Any] = {k: f.contents() for k, f in reader.fields.items()}
         # GGUF lists the fastest dimension first.
-        shapes = {t.name: tuple(int(n) for n in reversed(t.shape)) for t in reader.tensors}
-        self.config = ModelConfig.from_gguf(str(path), self.fields, shapes)
-        self._shapes = shapes
-        self._tensors = {self._hf_name(t.name, path): t for t in reader.tensors}
+        self._shapes = {t.name: tuple(int(n) for n in reversed(t.shape)) for t in reader.tensors}
+        # Not a weight, but Llama 3.1's rotary scaling, spelled out.
+        factors = next((np.asarray(t.data) for t in reader.tensors if t.name == _ROPE_FACTORS), None)
+        self.config = ModelConfig.from_gguf(str(path), self.fields, self._shapes, factors)
+        self._tensors = {self._hf_name(t.name, path): t for t in reader.tensors if t.name != _ROPE_FACTORS}
         self.names = frozenset(self._tensors)
 
     @staticmethod
@@ -143,17 +148,13 @@ class GGUFCheckpoint(Checkpoint):
         import gguf
 
         tensor = self._tensors[name]
-        if tensor.tensor_type == gguf.GGMLQuantizationType.BF16:
-            raw = np.ascontiguousarray(tensor.data).view(np.uint16).astype(np.uint32) << 16
-            array = raw.view(np.float32)
-        else:
-            try:
-                array = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-            except NotImplementedError as e:
-                raise ModelError(
-                    f"tensor {tensor.name!r} has the quantization {tensor.tensor_type.name}, which is not supported: "
-                    "take a file in F16, Q8_0, Q4_K or a like one"
-                ) from e
+        try:
+            array = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        except NotImplementedError as e:
+            raise ModelError(
+                f"tensor {tensor.name!r} has the quantization {tensor.tensor_type.name}, which is not supported: "
+                "take a file in F16, Q8_0, Q4_K or a like one"
+            ) from e
         array = array.reshape(self._shapes[tensor.name])
         if self.fields["general.architecture"] == "llama" and re.search(r"self_attn\.[qk]_proj\.weight$", name):
             # llama.cpp interleaves the rotary pairs of Llama's heads; undo it (pairs are i and i + head_dim/2 here).
@@ -164,10 +165,10 @@ class GGUFCheckpoint(Checkpoint):
 
 @contextlib.contextmanager
 def open_checkpoint(path: str, sha256: str = "") -> Iterator[Checkpoint]:
-    """Opens a model path (see `find`).
+    """Opens a model path for as long as the context lasts.
 
     Args:
-      path: a folder in Hugging Face layout, a `.gguf` file, or `package:<distribution>/<file>`.
+      path: a folder in Hugging Face layout, a `.gguf` file, or a `package:` or `hub:` path (see `find`).
       sha256: expected digest of a single-file checkpoint; "" does not check.
 
     Raises:
@@ -176,15 +177,17 @@ def open_checkpoint(path: str, sha256: str = "") -> Iterator[Checkpoint]:
     located = find(path)
     if located.is_dir():
         if sha256:
-            raise ModelError(f"model {path!r} is a folder: model.sha256 checks a single file; leave it empty")
+            raise ModelError(
+                f"model {path!r} is a folder, but model.sha256 checks a single file: leave it empty (a revision pins a "
+                "model of the hub)"
+            )
         checkpoint: Checkpoint = SafetensorsCheckpoint(located)
     elif located.suffix == ".gguf":
         _check_digest(located, sha256)
         checkpoint = GGUFCheckpoint(located)
     else:
         raise ModelError(f"model {path!r} is neither a folder nor a .gguf file")
-    with checkpoint:
-        yield checkpoint
+    yield checkpoint
 
 
 def _check_digest(path: pathlib.Path, expected: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from mars2_jax.errors import ModelError
+from mars2_jax.errors import ConfigError, ModelError
 from mars2_jax.models.files import Checkpoint, GGUFCheckpoint
 
 __all__ = ["ChatTokenizer", "load_tokenizer"]
@@ -20,17 +20,39 @@ class ChatTokenizer:
     Args:
       tokenizer: a `transformers` tokenizer with a chat template.
       stop_ids: ids that end a response.
+      variables: what the chat template is told beside the messages.
     """
 
-    def __init__(self, tokenizer, stop_ids: Sequence[int]):
+    def __init__(self, tokenizer, stop_ids: Sequence[int], variables: Mapping[str, Any] | None = None):
         self.tokenizer = tokenizer
         self.stop_ids = tuple(sorted(set(stop_ids)))
+        self.variables = dict(variables or {})
+
+    def with_thinking(self, thinking: str, key: str) -> ChatTokenizer:
+        """This tokenizer with the template variable `enable_thinking` (Qwen3's) set.
+
+        Args:
+          thinking: "on", "off", or "default", which leaves the choice to the template.
+          key: the config key that says so, for messages.
+
+        Raises:
+          ConfigError: the template makes the same prompt of both.
+        """
+        if thinking == "default":
+            return self
+        on, off = (ChatTokenizer(self.tokenizer, self.stop_ids, {"enable_thinking": x}) for x in (True, False))
+        message = [{"role": "user", "content": "Hello."}]
+        if np.array_equal(on.encode_chat(message), off.encode_chat(message)):
+            raise ConfigError(
+                f"config.{key} is {thinking!r}, but the model's chat template knows no enable_thinking: set 'default'"
+            )
+        return on if thinking == "on" else off
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> np.ndarray:
         """int32[P]: the messages under the model's chat template, up to where the answer begins."""
         try:
             ids = self.tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False, **self.variables
             )
         except jinja2.TemplateError as e:
             raise ModelError(
@@ -91,10 +113,12 @@ def _from_gguf(fields: Mapping[str, Any]):
         raise ModelError(f"tokenizer kind {kind!r} in a GGUF file is not supported (byte-level BPE, 'gpt2', is)")
     tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     merges = [tuple(m.split(" ")) for m in fields["tokenizer.ggml.merges"]]
-    model = models.BPE({t: i for i, t in enumerate(tokens)}, merges)
+    pre = fields.get("tokenizer.ggml.pre")
+    # Llama 3 takes a word that is a token as it is, even where the merges would not lead to it.
+    model = models.BPE({t: i for i, t in enumerate(tokens)}, merges, ignore_merges=pre == "llama-bpe")
     inner = Tokenizer(model)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    match fields.get("tokenizer.ggml.pre"):
+    match pre:
         case "smollm":
             inner.pre_tokenizer = pre_tokenizers.Sequence(
                 [
@@ -102,17 +126,19 @@ def _from_gguf(fields: Mapping[str, Any]):
                     pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
                 ]
             )
-        case "qwen2":
-            inner.normalizer = normalizers.NFC()
+        case "qwen2" | "llama-bpe":
+            digits = r"\p{N}" if pre == "qwen2" else r"\p{N}{1,3}"
             split = (
-                r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+                rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
                 r"|\s*[\r\n]+|\s+(?!\S)|\s+"
             )
             inner.pre_tokenizer = pre_tokenizers.Sequence(
                 [pre_tokenizers.Split(Regex(split), behavior="isolated"), byte_level]
             )
+            if pre == "qwen2":
+                inner.normalizer = normalizers.NFC()
         case other:
-            raise ModelError(f"pre-tokenizer {other!r} in a GGUF file is not supported (smollm and qwen2 are)")
+            raise ModelError(f"pre-tokenizer {other!r} in a GGUF file is not supported (smollm, qwen2, llama-bpe are)")
     inner.decoder = decoders.ByteLevel()
     control = 3  # the token type of llama.cpp's CONTROL
     specials = [t for t, kind in zip(tokens, types, strict=True) if kind == control]

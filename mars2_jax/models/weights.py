@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +13,10 @@ from mars2_jax.errors import ModelError
 from mars2_jax.models.config import ModelConfig
 from mars2_jax.models.decoder import Decoder
 from mars2_jax.models.files import Checkpoint
+from mars2_jax.models.layout import assemble, sources
 from mars2_jax.models.lora import Lora
 
-__all__ = ["abstract_decoder", "load"]
-
-Reader = Callable[[str], np.ndarray]
+__all__ = ["abstract_decoder", "load", "parameter_name"]
 
 
 def abstract_decoder(
@@ -34,10 +32,18 @@ def abstract_decoder(
     return nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0), **how))
 
 
+def parameter_name(path: Iterable) -> str:
+    """The dotted name of a parameter from its path in the decoder's state, such as "blocks.0.attention.qkv"."""
+    return ".".join(str(p) for p in path)
+
+
 def load(
     checkpoint: Checkpoint, *, dtype=jnp.float32, param_dtype=jnp.float32, attention: str = "xla", shardings=None
 ) -> Decoder:
-    """Reads every parameter of a decoder from a checkpoint, tensor by tensor.
+    """Reads every parameter of a decoder from a checkpoint, one after the other.
+
+    With shardings, each device gets its slice straight from the file: of a safetensors checkpoint a host touches only
+    the bytes that its devices need. The host holds at most one parameter at a time.
 
     Args:
       checkpoint: an open checkpoint.
@@ -52,35 +58,40 @@ def load(
     """
     config = checkpoint.config
     graphdef, abstract = nnx.split(abstract_decoder(config, dtype=dtype, param_dtype=param_dtype, attention=attention))
-    used: set[str] = set()
-
-    def read(name: str) -> np.ndarray:
-        used.add(name)
-        return checkpoint.read(name)
-
     flat = nnx.to_flat_state(abstract)
-    needed = {name for path, _ in flat for name in _sources(_dotted(path))}
+    needed = {source for path, variable in flat for source in sources(parameter_name(path), variable.shape)}
     if missing := sorted(needed - checkpoint.names):
         raise ModelError(f"the checkpoint lacks {len(missing)} tensors: {_some(missing)}")
-    placement = dict(nnx.to_flat_state(shardings)) if shardings is not None else {}
-    leaves = []
-    for path, variable in flat:
-        name = _dotted(path)
-        array = _assemble(name, config, read)
-        if array.shape != variable.shape:
-            raise ModelError(f"{name} has shape {array.shape} in the checkpoint, {variable.shape} in the model")
-        # A copy always: on CPU `device_put` may keep the NumPy buffer, which the file format owns.
-        array = np.array(array, dtype=param_dtype, order="C")
-        sharding = placement[path].get_value() if placement else None
-        leaves.append((path, variable.replace(jax.device_put(array, sharding))))
-    unused = checkpoint.names - used - _ignorable(config, checkpoint.names)
-    if unused:
+    if unused := checkpoint.names - needed - _ignorable(config, checkpoint.names):
         raise ModelError(f"the checkpoint holds {len(unused)} tensors that the model has no place for: {_some(unused)}")
-    return nnx.merge(graphdef, nnx.from_flat_state(leaves))
+    placement = dict(nnx.to_flat_state(shardings)) if shardings is not None else {}
+    loaded = {}
+    # The largest first: what a parameter costs beyond its own size while it is read is then spent when little is there.
+    for path, variable in sorted(flat, key=lambda item: -item[1].size):
+        sharding = placement[path].get_value() if placement else None
+        loaded[path] = variable.replace(_place(checkpoint, parameter_name(path), variable, sharding))
+    return nnx.merge(graphdef, nnx.from_flat_state([(path, loaded[path]) for path, _ in flat]))
 
 
-def _dotted(path: tuple) -> str:
-    return ".".join(str(p) for p in path)
+def _place(checkpoint: Checkpoint, name: str, like: jax.ShapeDtypeStruct, sharding) -> jax.Array:
+    """One parameter on its devices."""
+    wanted = sources(name, like.shape)
+    tensors = [checkpoint.read(source) for source in wanted]
+    for (source, shape), tensor in zip(wanted.items(), tensors, strict=True):
+        if tensor.shape != shape:
+            raise ModelError(f"{source} has shape {tensor.shape} in the checkpoint, {shape} in the model")
+    parts: dict[str, np.ndarray] = {}
+
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        # JAX asks once for every device, also where several hold the same slice.
+        if str(index) not in parts:
+            # A copy always: on CPU a device may keep the NumPy buffer, which the file owns.
+            parts[str(index)] = np.array(assemble(name, like.shape, tensors, index or ()), dtype=like.dtype, order="C")
+        return parts[str(index)]
+
+    if sharding is None:
+        return jax.device_put(part(None))
+    return jax.make_array_from_callback(like.shape, sharding, part)
 
 
 def _some(names) -> str:
@@ -92,47 +103,3 @@ def _ignorable(config: ModelConfig, names: frozenset[str]) -> set[str]:
     """Tensors that carry nothing of their own: rotary tables, and the copy of a tied head."""
     tables = {n for n in names if n.endswith("rotary_emb.inv_freq")}
     return tables | ({"lm_head.weight"} if config.tied_embeddings else set())
-
-
-def _projections(kind: str) -> list[str]:
-    return [f"self_attn.{p}_proj.{kind}" for p in "qkv"]
-
-
-_LAYER_SOURCES = {
-    "attention_norm.scale": ["input_layernorm.weight"],
-    "attention.qkv": _projections("weight"),
-    "attention.qkv_bias": _projections("bias"),
-    "attention.query_norm.scale": ["self_attn.q_norm.weight"],
-    "attention.key_norm.scale": ["self_attn.k_norm.weight"],
-    "attention.out": ["self_attn.o_proj.weight"],
-    "mlp_norm.scale": ["post_attention_layernorm.weight"],
-    "mlp.gate": ["mlp.gate_proj.weight"],
-    "mlp.up": ["mlp.up_proj.weight"],
-    "mlp.down": ["mlp.down_proj.weight"],
-}
-_TOP_SOURCES = {
-    "embedding": ["model.embed_tokens.weight"],
-    "norm.scale": ["model.norm.weight"],
-    "head": ["lm_head.weight"],
-}
-
-
-def _sources(name: str) -> list[str]:
-    """Hugging Face names of the tensors that make up the parameter `name`."""
-    match = re.fullmatch(r"blocks\.(\d+)\.(.+)", name)
-    if match is None:
-        return _TOP_SOURCES[name]
-    return [f"model.layers.{match[1]}.{s}" for s in _LAYER_SOURCES[match[2]]]
-
-
-def _assemble(name: str, config: ModelConfig, read: Reader) -> np.ndarray:
-    """The parameter `name` in this project's layout; Hugging Face stores matrices as [out, in]."""
-    tensors = [read(source) for source in _sources(name)]
-    k, g, h = config.kv_heads, config.group, config.head_dim
-    if name.endswith(("attention.qkv", "attention.qkv_bias")):
-        tail = tensors[0].shape[1:]
-        heads = [t.reshape((k, n, h) + tail) for t, n in zip(tensors, (g, 1, 1), strict=True)]
-        return np.concatenate(heads, axis=1)
-    if name.endswith("attention.out"):
-        return tensors[0].reshape(-1, k, g, h)
-    return tensors[0]

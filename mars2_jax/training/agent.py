@@ -21,7 +21,7 @@ from mars2_jax.models.causal_attention import choose_attention
 from mars2_jax.models.config import ModelConfig
 from mars2_jax.models.decoder import Decoder
 from mars2_jax.models.files import find, open_checkpoint
-from mars2_jax.models.lora import Lora, fresh_adapters, learned, merge_lora
+from mars2_jax.models.lora import Lora, fresh_adapters, learned
 from mars2_jax.models.tokenizer import ChatTokenizer, load_tokenizer
 from mars2_jax.models.weights import abstract_decoder, load
 from mars2_jax.parallel.mesh import param_shardings, platform, rows
@@ -31,7 +31,7 @@ from mars2_jax.training.buffer import Buffer, TreeKey
 from mars2_jax.training.keys import adapter_key
 from mars2_jax.training.writer import EngineWriter, Prompter
 
-__all__ = ["Agent", "ModelFile", "Weights", "build_team", "make_prompter", "open_models", "plain_weights"]
+__all__ = ["Agent", "ModelFile", "Weights", "build_team", "make_prompter", "open_models"]
 
 
 class Weights(NamedTuple):
@@ -250,6 +250,7 @@ def make_prompter(name: str, run: FrozenConfigDict, tokenizer: ChatTokenizer, *,
     """The prompter of the agent `name`, for searches or for the single answers of an evaluation."""
     longest = (single and run.eval.max_prompt_tokens) or run.rollout.max_prompt_tokens
     key = "eval.max_prompt_tokens" if single and run.eval.max_prompt_tokens else "rollout.max_prompt_tokens"
+    tokenizer = tokenizer.with_thinking(run.agents[name].enable_thinking, f"agents.{name}.enable_thinking")
     return Prompter(
         name, tokenizer, role=run.agents[name].role, feedback=run.prompts.feedback, max_tokens=longest, key=key
     )
@@ -284,19 +285,3 @@ def build_team(run: FrozenConfigDict, files: dict[str, ModelFile], *, learn: boo
         Agent(name, config, run, files[config.model.path], weights[config.model.path], learn=learn)
         for name, config in run.agents.items()
     ]
-
-
-def plain_weights(model: ModelFile, config: FrozenConfigDict, params: nnx.State) -> nnx.State:
-    """All weights of a decoder without adapters that computes what an agent's does, in float32.
-
-    Args:
-      model: the agent's model; the weights come to lie on its mesh. One of a single CPU device merges in host memory.
-      config: its section of the config.
-      params: what it has learned, the `params` of its `TrainState`.
-    """
-    lora = Lora.from_config(config.model.lora)
-    if lora is None:
-        return params
-    base = model.load(master=True).master
-    place = param_shardings(model.mesh, nnx.state(model.abstract()))
-    return jax.jit(lambda a, b: merge_lora(nnx.merge_state(a, b), lora), out_shardings=place)(params, base)

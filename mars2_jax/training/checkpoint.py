@@ -144,53 +144,70 @@ class Checkpointer:
         Raises:
           DataError: there are checkpoints, but none is whole.
         """
-        step = self._newest_whole()
+        step = self._whole()
         if step is None:
             return None
         return step, self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
 
-    def restore(self, target: Any = None) -> Checkpoint | None:
+    def restore(self, target: Any = None, *, step: int | None = None, partial: bool = False) -> Checkpoint | None:
         """The newest checkpoint that is whole; a damaged one is passed over with a warning.
 
         Args:
           target: the pytree of `state` with a `jax.ShapeDtypeStruct` (or an array) in place of each array; arrays are
             restored into its structure and shardings. None restores nested dicts and lists, sharded as when saved.
+          step: the checkpoint of this step and no other; None is the newest.
+          partial: the target may leave out arrays of the checkpoint, which are then not read.
 
         Returns:
           The checkpoint, or None where the run has none yet.
 
         Raises:
-          DataError: there are checkpoints, but none is whole.
+          DataError: there are checkpoints, but none is whole, or not the one that was asked for.
           ConfigError: the checkpoint's arrays differ from the target's in name, shape or dtype.
         """
-        step = self._newest_whole()
-        return None if step is None else self._restore(step, target)
+        step = self._whole(step)
+        return None if step is None else self._restore(step, target, partial)
 
-    def _newest_whole(self) -> int | None:
+    def _whole(self, step: int | None = None) -> int | None:
+        """The step, or the newest, whose checkpoint is whole; None where the run has none yet."""
         self.wait()
         self._manager.reload()
         steps = self._steps()
-        for step in steps:
+        if step is not None:
+            if step not in steps:
+                raise DataError(f"no checkpoint of step {step} in {self.directory}; there are {sorted(steps)}")
+            if damage := self._damage(step):
+                raise DataError(f"the checkpoint of step {step} in {self.directory} is not whole: {damage}")
+            return step
+        for newest in steps:
             # Hashing gigabytes takes its time: once a checkpoint.
-            damage = None if step in self._verified else self._damage(step)
+            damage = None if newest in self._verified else self._damage(newest)
             if damage is None:
-                self._verified.add(step)
-                return step
-            logging.getLogger(__name__).warning("passing over the checkpoint of step %d: %s", step, damage)
+                self._verified.add(newest)
+                return newest
+            logging.getLogger(__name__).warning("passing over the checkpoint of step %d: %s", newest, damage)
         if steps:
             raise DataError(f"no checkpoint in {self.directory} is whole; to start the run over, remove this folder")
         return None
 
-    def _restore(self, step: int, target: Any) -> Checkpoint:
+    def _restore(self, step: int, target: Any, partial: bool) -> Checkpoint:
         if target is not None:
-            _check_target(self._manager.item_metadata(step)["state"], target, self.directory / str(step))
-        items = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardRestore(target), host=_HostRestore(), meta=ocp.args.JsonRestore()
-            ),
-        )
-        return Checkpoint(step, items["state"], items["host"], items["meta"])
+            _check_target(self._manager.item_metadata(step)["state"], target, self.directory / str(step), partial)
+        args = dict(host=_HostRestore(), meta=ocp.args.JsonRestore())
+        if not partial:
+            args["state"] = ocp.args.StandardRestore(target)
+        items = self._manager.restore(step, args=ocp.args.Composite(**args))
+        state = self._read_part(step, target) if partial else items["state"]
+        return Checkpoint(step, state, items["host"], items["meta"])
+
+    def _read_part(self, step: int, target: Any) -> Any:
+        """The arrays of `target`. StandardRestore, which reads the rest of Orbax's items, knows no part of a tree."""
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            arguments = ocp.checkpoint_utils.construct_restore_args(target)
+            return reader.restore(
+                self.directory / str(step) / "state",
+                args=ocp.args.PyTreeRestore(item=target, restore_args=arguments, partial_restore=True),
+            )
 
     def check(self) -> None:
         """Raises what went wrong in a save so far, without waiting for one that is under way."""
@@ -253,7 +270,7 @@ class Checkpointer:
         return None
 
 
-def _check_target(saved: Any, target: Any, where: epath.Path) -> None:
+def _check_target(saved: Any, target: Any, where: epath.Path, partial: bool) -> None:
     """Orbax would cast a dtype without a word; a resumed run must not differ from one that went on."""
 
     def table(tree: Any) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
@@ -261,7 +278,7 @@ def _check_target(saved: Any, target: Any, where: epath.Path) -> None:
         return {_path(path): (tuple(leaf.shape), np.dtype(leaf.dtype)) for path, leaf in leaves}
 
     old, new = table(getattr(saved, "tree", saved)), table(target)
-    for name in sorted(old.keys() | new.keys()):
+    for name in sorted(new.keys() if partial else old.keys() | new.keys()):
         if old.get(name) != new.get(name):
             raise ConfigError(
                 f"the checkpoint {where} was saved with another configuration: it has {_describe(old.get(name))} for "

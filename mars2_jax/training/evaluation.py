@@ -120,7 +120,7 @@ def _check_made_by(config: FrozenConfigDict, checkpointer: Checkpointer, workdir
         raise DataError(f"no checkpoint in {workdir} yet: wait for the first training step to end")
     _, meta = latest
     for name, agent in as_json(config)["agents"].items():
-        for part in ("model", "role", "trainable"):
+        for part in ("model", "role", "enable_thinking", "trainable"):
             if meta["config"]["agents"].get(name, {}).get(part) != agent[part]:
                 raise ConfigError(
                     f"config.agents.{name}.{part} differs from that of the run in {workdir}: evaluate a checkpoint "
@@ -130,8 +130,9 @@ def _check_made_by(config: FrozenConfigDict, checkpointer: Checkpointer, workdir
 
 def _load_checkpoint(team: Sequence[Agent], checkpointer: Checkpointer) -> int:
     learners = [agent for agent in team if agent.config.trainable]
-    saved = checkpointer.restore({agent.name: agent.abstract_state() for agent in learners})
+    # The weights alone: optimizer states are twice their size, and nothing learns here.
+    saved = checkpointer.restore({a.name: {"params": a.abstract_state().params} for a in learners}, partial=True)
     assert saved is not None  # `_check_made_by` saw it
     for agent in learners:
-        agent.set_params(saved.state[agent.name].params)
+        agent.set_params(saved.state[agent.name]["params"])
     return saved.step

@@ -52,6 +52,13 @@ def test_rows_hold_prompt_response_and_nothing_else():
     assert rows.mask.sum(-1).tolist() == [2, 3, 0] and rows.mask[1, :3].all()
 
 
+def test_the_last_token_is_learned_also_where_it_is_the_padding_token():
+    """The mask is of lengths, not of tokens: where a tokenizer pads with its end-of-sequence token, that one counts."""
+    rows = make_rows([np.array([5, 0])], [np.array([1, 0, 0])])
+    assert rows.tokens[0, :6].tolist() == [5, 0, 1, 0, 0, 0]
+    assert rows.mask[0].sum() == 3 and rows.mask[0, :3].all()
+
+
 def test_a_batch_points_every_row_at_its_node():
     trees = {"a": _tree(4), "b": _tree(6), "unused": _tree(9)}
     samples = [_sample("b", 5, prompt=4), _sample("a", 1, response=5), _sample("b", 2)]

@@ -35,6 +35,16 @@ def test_segments_do_not_see_each_other():
     np.testing.assert_allclose(together[3:], logits(decoder, second), atol=1e-5)
 
 
+def test_a_token_of_another_segment_moves_nothing():
+    decoder = tiny_decoder()
+    positions, segments = jnp.asarray([[0, 1, 2, 0, 1, 2]]), jnp.asarray([[1, 1, 1, 2, 2, 2]])
+    run = jax.jit(lambda tokens: decoder(tokens, positions=positions, segment_ids=segments)[0])
+    before, after = run(jnp.asarray([[3, 4, 5, 6, 7, 8]])), run(jnp.asarray([[3, 9, 5, 6, 7, 8]]))
+    np.testing.assert_array_equal(before[0], after[0])  # earlier in the segment
+    np.testing.assert_array_equal(before[3:], after[3:])  # later, but of another
+    assert np.abs(before[1:3] - after[1:3]).max(-1).min() > 1e-3
+
+
 def test_only_relative_positions_matter():
     decoder = tiny_decoder()
     tokens = jnp.asarray([[5, 6, 7, 8]])

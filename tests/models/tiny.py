@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -42,6 +43,13 @@ def random_decoder(
         return x.replace(jnp.asarray(rng.normal(0, 0.3, x.shape), jnp.float32))
 
     return graphdef, nnx.map_state(fill, abstract)
+
+
+def random_params(config: ModelConfig = TINY, seed: int = 0) -> nnx.State:
+    """Random weights of any shape, norms and biases too; made by NumPy, so that nothing is compiled for them."""
+    rng = np.random.default_rng(seed)
+    _, abstract = nnx.split(abstract_decoder(config))
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(0.5, 0.3, x.shape), x.dtype), abstract)
 
 
 def logits(decoder: Decoder, tokens) -> jnp.ndarray:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from ml_collections import ConfigDict, FrozenConfigDict
 from rich.console import Console
 
@@ -161,6 +161,12 @@ def test_axes_that_do_not_divide_are_replicated():
     qkv = shardings["blocks"][0]["attention"]["qkv"].get_value()
     assert qkv.spec == PartitionSpec(None, None, None, "fsdp")
     assert shardings["blocks"][0]["mlp"]["up"].get_value().spec == PartitionSpec("tensor", "fsdp")
+
+
+def test_axes_are_automatic():
+    """`jax.make_mesh` would make them explicit, under which looking up rows of a sharded embedding fails."""
+    mesh = make_mesh(dict(data=1, fsdp=1, tensor=1))
+    assert set(mesh.axis_types) == {AxisType.Auto}
 
 
 @pytest.mark.parametrize(

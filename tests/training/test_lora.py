@@ -16,9 +16,9 @@ from mars2_jax.learning.batch import TreeArrays
 from mars2_jax.models.files import open_checkpoint
 from mars2_jax.models.weights import load
 from mars2_jax.rollout.types import Completion, Request, SamplingParams
-from mars2_jax.training.agent import plain_weights
 from mars2_jax.training.checkpoint import Checkpointer
 from mars2_jax.training.evaluation import _load_checkpoint
+from mars2_jax.training.export import export_agent
 from mars2_jax.training.metrics import read_metrics
 from mars2_jax.training.setup import Setup
 from mars2_jax.training.trainer import check_resumable
@@ -150,15 +150,16 @@ def test_the_engine_decodes_with_the_adapters_and_the_reference_is_without(train
     assert np.abs(sample.lp_old - start).max() > 1e-3
 
 
-def test_plain_weights_compute_what_the_agent_does(trained):
-    config, setup, team, *_ = trained
-    file, adapted, full = setup.files[config.agents.l0.model.path], team["l0"], team["f1"]
+def test_an_exported_agent_computes_what_it_did(trained, tmp_path):
+    config, _, team, folder, _ = trained
+    adapted, full = team["l0"], team["f1"]
+    export_agent(FrozenConfigDict(config), str(folder), "l0", str(tmp_path / "out"))
+    with open_checkpoint(str(tmp_path / "out")) as checkpoint:
+        merged = nnx.state(load(checkpoint))
     prompt, response = [np.arange(9)], [np.arange(20, 24)]
-    merged = plain_weights(file, adapted.config, adapted.state.params)
     got = full.learner.score_responses(merged, prompt, response)[0]
     want = adapted.learner.score_responses(adapted.state.params, prompt, response, adapted.base)[0]
     np.testing.assert_allclose(got, want, atol=1e-5)
-    assert plain_weights(file, full.config, full.state.params) is full.state.params
 
 
 def test_a_resumed_team_goes_on_with_the_same_bits(trained):
@@ -175,7 +176,8 @@ def test_a_resumed_team_goes_on_with_the_same_bits(trained):
 def test_evaluation_takes_the_adapters_from_the_checkpoint(trained):
     config, _, _, folder, _ = trained
     team = members(Setup.check(FrozenConfigDict(config), learn=False), learn=False)
-    assert _load_checkpoint(FrozenConfigDict(config), list(team.values()), str(folder)) == 1
+    with Checkpointer(folder, read_only=True) as checkpointer:
+        assert _load_checkpoint(list(team.values()), checkpointer) == 1
     saved = restore(folder, team)["l0"].params
     assert bits(nnx.filter_state(team["l0"].engine.params, nnx.LoRAParam)) == bits(saved)
 
@@ -185,11 +187,10 @@ def test_other_adapters_are_refused_on_resuming(trained, key, value):
     config, _, _, folder, _ = trained
     other = config.copy_and_resolve_references()
     other.agents.l0.model.lora[key] = value
-    with (
-        Checkpointer(folder, read_only=True) as checkpointer,
-        pytest.raises(ConfigError, match=rf"config.agents.l0.model.lora.{key} is .*, but the run .* started with"),
-    ):
-        checkpointer.restore({}, check=lambda meta: check_resumable(meta["config"], as_json(other)))
+    with Checkpointer(folder, read_only=True) as checkpointer:
+        _, meta = checkpointer.latest()
+    with pytest.raises(ConfigError, match=rf"config.agents.l0.model.lora.{key} is .*, but the run .* started with"):
+        check_resumable(meta["config"], as_json(other))
 
 
 @pytest.mark.slow

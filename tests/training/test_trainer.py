@@ -127,6 +127,18 @@ def test_agents_of_one_checkpoint_learn_apart(folder, tmp_path):
     assert np.abs(ann - bob).max() > 1e-4
 
 
+def test_every_step_draws_anew(folder, tmp_path):
+    """One problem and weights that no update changes: only the keys tell the steps apart."""
+    config = tiny_config(folder)
+    config.data.update(limit=1, problems_per_step=1)
+    config.learning.train_batch_size = 64  # more than there will be
+    config.training.update(steps=2, evaluate=False)
+    run(config, tmp_path)
+    first, second = ([n["response"] for n in read_trees(trees_path(tmp_path, s))[0]["nodes"]] for s in (1, 2))
+    assert len(first) == len(second) == 8
+    assert first != second
+
+
 def test_the_same_config_gives_the_same_bits(finished, tmp_path):
     config, workdir, _ = finished
     run(config, tmp_path)
@@ -271,6 +283,11 @@ def test_problems_without_public_tests_are_evaluated_without_a_search(finished, 
         (lambda c: c.rollout.update(temperature=0.0), ConfigError, "config.rollout.temperature is 0"),
         (lambda c: c.rollout.update(top_p=0.9), ConfigError, "must be off"),
         (lambda c: c.eval.update(max_prompt_tokens=20), PromptTooLong, "config.eval.max_prompt_tokens=20"),
+        (
+            lambda c: c.agents.bob.update(enable_thinking="off"),
+            ConfigError,
+            "config.agents.bob.enable_thinking is 'off'",
+        ),
         (lambda c: [a.update(trainable=False) for a in c.agents.values()], ConfigError, "no agent is trainable"),
     ],
 )
