@@ -4,7 +4,16 @@ A command prints the message of a `UserError` on one line and exits with code 2;
 defect of the program and keeps its traceback.
 """
 
-__all__ = ["ConfigError", "DataError", "GraderError", "ModelError", "PromptTooLong", "SandboxError", "UserError"]
+__all__ = [
+    "ConfigError",
+    "DataError",
+    "GraderError",
+    "ModelError",
+    "PlanError",
+    "PromptTooLong",
+    "SandboxError",
+    "UserError",
+]
 
 
 class UserError(Exception):
@@ -29,6 +38,10 @@ class SandboxError(UserError):
 
 class GraderError(UserError, RuntimeError):
     """The grading service is gone in the middle of a run."""
+
+
+class PlanError(UserError):
+    """A run that cannot be planned: no TPU compiler, or a topology that does not exist."""
 
 
 class PromptTooLong(UserError):

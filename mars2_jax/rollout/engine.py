@@ -22,10 +22,10 @@ from mars2_jax.rollout import programs
 from mars2_jax.rollout.sampling import SamplerRows
 from mars2_jax.rollout.types import Completion, Finish, Request
 
-__all__ = ["Engine"]
+__all__ = ["SHORTEST", "Engine"]
 
 
-_SHORTEST = 64
+SHORTEST = 64
 """Least length that a cache or a prefill is padded to, in tokens."""
 
 
@@ -86,7 +86,7 @@ class Engine:
         holds.
     """
 
-    _PREFILL_ROWS = 4
+    PREFILL_ROWS = 4
     """Most prompts in one prefill call; a call holds this many or one."""
 
     def __init__(
@@ -117,7 +117,7 @@ class Engine:
         self.decoded_tokens = 0
         self._cache_length = 0
         self._cache: Any = None
-        self._slots = jax.device_put(_empty_slots(slots), self._placement)
+        self._slots = jax.device_put(programs.empty_slots(slots), self._placement)
 
     def set_params(self, params: nnx.State) -> None:
         """Decodes with other weights of the same model from now on.
@@ -140,7 +140,7 @@ class Engine:
             raise RuntimeError(f"cannot reset the engine while {self.pending} requests are open")
         self._memory.clear()
         self._cache, self._cache_length = None, 0
-        self._slots = jax.device_put(_empty_slots(len(self._running)), self._placement)
+        self._slots = jax.device_put(programs.empty_slots(len(self._running)), self._placement)
 
     @property
     def dtype(self) -> Any:
@@ -223,7 +223,7 @@ class Engine:
 
     def _reserve(self, length: int) -> None:
         """Makes the cache long enough. It never shrinks while in use: a shorter one would be one more program."""
-        length = bucket(length, _SHORTEST)
+        length = bucket(length, SHORTEST)
         if self._cache is None:
             empty = kv.empty(self._config, len(self._running), length, self._dtype)
             self._cache = jax.device_put(empty, self._placement)
@@ -244,9 +244,9 @@ class Engine:
                 todo[key] = request.prompt
         ordered = sorted(todo.items(), key=lambda kp: len(kp[1]))
         while ordered:
-            rows = self._PREFILL_ROWS if len(ordered) >= self._PREFILL_ROWS else 1
+            rows = self.PREFILL_ROWS if len(ordered) >= self.PREFILL_ROWS else 1
             batch, ordered = ordered[:rows], ordered[rows:]
-            tokens = np.zeros((rows, bucket(max(len(p) - 1 for _, p in batch), _SHORTEST)), np.int32)
+            tokens = np.zeros((rows, bucket(max(len(p) - 1 for _, p in batch), SHORTEST)), np.int32)
             for row, (_, prompt) in enumerate(batch):
                 tokens[row, : len(prompt) - 1] = prompt[:-1]
                 self.prefilled_tokens += len(prompt) - 1
@@ -285,23 +285,3 @@ def _beside(params: nnx.State) -> Sharding:
     """A copy on every device that holds the weights."""
     sharding = jax.tree.leaves(params)[0].sharding
     return replicated(sharding.mesh) if isinstance(sharding, NamedSharding) else sharding
-
-
-def _empty_slots(count: int) -> programs.Slots:
-    def fill(value: int, dtype: Any) -> Any:
-        return np.full((count,), value, dtype)
-
-    return programs.Slots(
-        token=fill(0, np.int32),
-        length=fill(0, np.int32),
-        made=fill(0, np.int32),
-        budget=fill(0, np.int32),
-        active=fill(0, bool),
-        key=jnp.zeros((count, 2), jnp.uint32),
-        sampler=SamplerRows(
-            temperature=fill(1, np.float32),
-            top_k=fill(0, np.int32),
-            top_p=fill(1, np.float32),
-            min_p=fill(0, np.float32),
-        ),
-    )

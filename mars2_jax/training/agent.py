@@ -27,7 +27,15 @@ from mars2_jax.rollout.types import Completion, SamplingParams
 from mars2_jax.training.buffer import Buffer, TreeKey
 from mars2_jax.training.writer import EngineWriter, Prompter
 
-__all__ = ["Agent", "ModelFile", "build_team", "make_prompter", "open_models"]
+__all__ = [
+    "Agent",
+    "ModelFile",
+    "abstract_policy",
+    "build_team",
+    "longest_sequence",
+    "make_prompter",
+    "open_models",
+]
 
 
 class ModelFile:
@@ -55,6 +63,13 @@ class ModelFile:
         _, abstract = nnx.split(abstract_decoder(self.config))
         with open_checkpoint(self.path) as checkpoint:
             return load(checkpoint, dtype=self.dtype, shardings=param_shardings(mesh, abstract))
+
+
+def abstract_policy(model: FrozenConfigDict, config: ModelConfig, mesh: Mesh) -> Decoder:
+    """What `ModelFile.load` returns, of shapes and places only."""
+    graphdef, abstract = nnx.split(abstract_decoder(config, dtype=jnp.bfloat16))
+    place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return nnx.merge(graphdef, jax.tree.map(place, abstract, param_shardings(mesh, abstract)))
 
 
 def _dtype(name: str) -> Any:
