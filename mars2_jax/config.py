@@ -34,6 +34,9 @@ def agent_config() -> ConfigDict:
                 sha256="",
                 # Arithmetic and storage of the policy: "auto" is float32 on CPU, bfloat16 elsewhere.
                 dtype="auto",
+                # Attention over whole sequences (updates, scores, prompts): "xla" everywhere, "cudnn" on NVIDIA GPUs in
+                # bfloat16, "splash" on TPUs; "auto" is the fastest that runs on the mesh.
+                attention="auto",
             ),
             # System prompt; "" uses none.
             role="",
@@ -150,8 +153,12 @@ def default_config() -> ConfigDict:
                 train_batch_size=16,
                 # Rows of one micro-batch.
                 micro_batch_size=4,
-                # Recompute activations in the backward pass: "none" or "layer".
+                # Recompute activations in the backward pass: "none", "dots" (all but the outputs of matmuls with
+                # weights) or "layer" (all of a layer).
                 remat="none",
+                # Layers a step of a scan over the layers, in updates and scores: compiles one step for all. 0 compiles
+                # each layer for itself, which on CPU runs faster.
+                scan_unroll=0,
             ),
             training=dict(
                 steps=2,
@@ -196,8 +203,9 @@ _CHOICES = {
     "learning.tis_mode": ("truncate", "mask"),
     "learning.kl": ("k1", "k2", "k3"),
     "learning.aggregation": ("token_mean", "seq_mean", "seq_mean_token_sum_norm"),
-    "learning.remat": ("none", "layer"),
+    "learning.remat": ("none", "dots", "layer"),
     "agents.*.model.dtype": ("auto", "float32", "bfloat16"),
+    "agents.*.model.attention": ("auto", "xla", "cudnn", "splash"),
 }
 
 # What a number must be, as an interval; None is no bound, a round bracket leaves the bound itself out.
@@ -228,6 +236,7 @@ _RANGES: dict[str, tuple[str, float | None, float | None, str]] = {
     "learning.overlong_factor": ("[", 0, None, ")"),
     "learning.train_batch_size": ("[", 1, None, ")"),
     "learning.micro_batch_size": ("[", 1, None, ")"),
+    "learning.scan_unroll": ("[", 0, None, ")"),
     "training.steps": ("[", 1, None, ")"),
     "training.checkpoint_every": ("[", 1, None, ")"),
     "training.keep": ("[", 1, None, ")"),

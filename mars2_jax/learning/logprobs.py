@@ -87,6 +87,7 @@ def response_logprobs(
     *,
     temperature: float,
     remat: str = "none",
+    scan_unroll: int = 0,
     entropy_gradient: bool = False,
 ) -> tuple[Float[Array, "rows {width}"], Float[Array, "rows {width}"]]:
     """Log-probability and entropy at each response position of right-padded rows.
@@ -97,13 +98,14 @@ def response_logprobs(
       prompt_length: tokens of the prompt, at least 1; the response starts there.
       width: response positions to look at. Positions past the end of a row give numbers without a meaning (finite).
       temperature: that of the sampler; logits are divided by it.
-      remat: what to recompute in the backward pass, see `Decoder`.
+      remat: what to recompute in the backward pass, see `Decoder.__call__`.
+      scan_unroll: how the layers are run, see there.
       entropy_gradient: whether the entropy is differentiated.
 
     Returns:
       log p of the response tokens and the entropies of the distributions they come from.
     """
-    hidden = model(tokens, remat=remat)
+    hidden = model(tokens, remat=remat, scan_unroll=scan_unroll)
     # The state before token i predicts token i.
     position = jnp.minimum(prompt_length[:, None] + jnp.arange(width), tokens.shape[1] - 1)
     target = jnp.take_along_axis(tokens, position, axis=1)

@@ -107,10 +107,12 @@ class Learner:
         """
         if temperature <= 0:
             raise ConfigError(f"rollout.temperature={temperature} must be above 0 to train: greedy text has no ratio")
-        # Fails on a bad buffer now, not at the first update.
-        overlong_penalty(
-            jnp.zeros(1, jnp.int32), budget=budget, buffer=learning.overlong_buffer, factor=learning.overlong_factor
+        # Fails on a bad buffer now, not at the first update. Traced only: the mesh in context may be of devices that are
+        # compiled for and not there.
+        penalty = functools.partial(
+            overlong_penalty, budget=budget, buffer=learning.overlong_buffer, factor=learning.overlong_factor
         )
+        jax.eval_shape(penalty, jax.ShapeDtypeStruct((1,), jnp.int32))
         return cls(
             nnx.graphdef(model), FrozenConfigDict(learning), FrozenConfigDict(optimizer), float(temperature), budget
         )
@@ -167,7 +169,16 @@ class Learner:
         `reward_mean` (raw), `advantage_mean`, `advantage_std`, `nodes`, `tokens`. Over the trees:
         `zero_advantage_trees`, the share of them that teaches nothing. `loss`, and `grad_norm` before clipping.
         """
-        return _update(self, state, batch)
+        return self.program(state)(state, batch)
+
+    def program(self, state: TrainState) -> Any:
+        """The compiled update, (state, batch) -> what `update` returns, for states that lie where this one does.
+
+        `state` may be abstract; `.lower(state, batch)` then compiles ahead of time. The new state lies where the old
+        one did: left to the compiler, a weight could come back in another place, and the next call would compile again.
+        """
+        leaves, structure = jax.tree.flatten(state)
+        return _program(self, structure, tuple(x.sharding for x in leaves))
 
 
 def _shardings(state: TrainState) -> TrainState:
@@ -200,6 +211,7 @@ def _score(learner: Learner, params: nnx.State, rows: Rows) -> Float[Array, "row
         rows.prompt_length,
         rows.mask.shape[-1],
         temperature=learner.temperature,
+        scan_unroll=learner.learning.scan_unroll,
     )
     return jnp.where(rows.mask, lp, 0.0)
 
@@ -215,6 +227,7 @@ def _loss(
         samples.rows.mask.shape[-1],
         temperature=learner.temperature,
         remat=learner.learning.remat,
+        scan_unroll=learner.learning.scan_unroll,
         entropy_gradient=bool(learner.learning.entropy_coef),
     )
     terms = policy_loss(
@@ -231,7 +244,17 @@ def _loss(
     return terms.numerator, terms
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+@functools.cache
+def _program(learner: Learner, structure: Any, shardings: tuple[Sharding, ...]) -> Any:
+    placement = jax.tree.unflatten(structure, shardings)
+    return jax.jit(
+        functools.partial(_update, learner),
+        donate_argnums=0,
+        in_shardings=(placement, None),
+        out_shardings=(placement, None, None),
+    )
+
+
 def _update(learner: Learner, state: TrainState, batch: TreeBatch) -> tuple[TrainState, Metrics, TreeAdvantages]:
     config, samples = learner.learning, batch.samples
     penalty = overlong_penalty(

@@ -44,22 +44,21 @@ def rotate(
 
 
 def causal_mask(
-    positions: Int[Array, "batch length"], segment_ids: Int[Array, "batch length"] | None = None
-) -> Bool[Array, "batch 1 1 length length"]:
+    length: int, segment_ids: Int[Array, "batch length"] | None = None
+) -> Bool[Array, "batch_or_1 1 1 length length"]:
     """True where a query (second to last axis) may see a key (last axis): not later, and of the same segment."""
-    length = positions.shape[1]
     index = jnp.arange(length)
     mask = (index[:, None] >= index[None, :])[None]
     if segment_ids is not None:
         mask = mask & (segment_ids[:, :, None] == segment_ids[:, None, :])
-    return jnp.broadcast_to(mask, (positions.shape[0], length, length))[:, None, None]
+    return mask[:, None, None]
 
 
 def attention(
     query: Float[Array, "batch query kv_heads group head_dim"],
     key: Float[Array, "batch key kv_heads head_dim"],
     value: Float[Array, "batch key kv_heads head_dim"],
-    mask: Bool[Array, "batch 1 1 query key"],
+    mask: Bool[Array, "batch_or_1 1 1 query key"],
 ) -> Float[Array, "batch query kv_heads group head_dim"]:
     """Softmax attention, scaled by 1/sqrt(head_dim); each key head serves `group` query heads.
 

@@ -9,12 +9,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mars2_jax.models.config import ModelConfig
+from mars2_jax.parallel.mesh import constrain
 
 __all__ = [
+    "AXES",
     "KeyValues",
     "LayerCache",
     "append",
     "cached_attention",
+    "constrain_cache",
     "empty",
     "grow",
     "insert",
@@ -34,6 +37,9 @@ class LayerCache(NamedTuple):
     value: Float[Array, "slots kv_heads length head_dim"]
 
 
+AXES = ("rows", "kv_heads", None, None)
+"""Logical axes of a layer's keys, and of its values."""
+
 KeyValues = tuple[LayerCache, ...]
 """All layers. One pair of arrays a layer: slices of a stacked array would be copied in every step."""
 
@@ -44,6 +50,11 @@ def empty(config: ModelConfig, slots: int, length: int, dtype) -> KeyValues:
     return tuple(
         LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype).swapaxes(2, 3)) for _ in range(config.layers)
     )
+
+
+def constrain_cache(cache: KeyValues) -> KeyValues:
+    """The same cache, split over the mesh in context by its logical axes, see `parallel.mesh.constrain`."""
+    return jax.tree.map(lambda x: constrain(x, *AXES), cache)
 
 
 def layer_cache(

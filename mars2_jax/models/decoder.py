@@ -9,18 +9,21 @@ says how a layer's queries meet keys and values, so that training, prefill and d
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int, Key
 
-from mars2_jax.models.attention import attention, causal_mask, rope_frequencies, rotate
+from mars2_jax.models.attention import rope_frequencies, rotate
+from mars2_jax.models.causal_attention import ATTENTION_OUTPUT, causal_attention
 from mars2_jax.models.config import ModelConfig
+from mars2_jax.parallel.mesh import constrain, param_shardings
 
-__all__ = ["Attend", "Decoder"]
+__all__ = ["Attend", "Decoder", "init_decoder"]
 
 Initializer = Callable[..., jax.Array]
 
@@ -141,11 +144,21 @@ class Decoder(nnx.Module):
       rngs: `nnx.Rngs` with a `params` stream.
       dtype: type of the activations and of the matmuls; weights are cast to it where they are used.
       param_dtype: type of the stored weights.
+      attention: implementation for whole sequences, see `models.causal_attention.choose_attention` (not "auto").
     """
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, *, dtype=jnp.float32, param_dtype=jnp.float32):
+    def __init__(
+        self,
+        config: ModelConfig,
+        rngs: nnx.Rngs,
+        *,
+        dtype=jnp.float32,
+        param_dtype=jnp.float32,
+        attention: str = "xla",
+    ):
         self.config = config
         self.dtype = dtype
+        self.attention = attention
         table, axes = (config.vocab_size, config.embed_dim), ("vocab", "embed")
         self.embedding = _weight(rngs, _normal, table, axes, param_dtype)
         self.blocks = nnx.List([Block(config, rngs=rngs, param_dtype=param_dtype) for _ in range(config.layers)])
@@ -159,25 +172,44 @@ class Decoder(nnx.Module):
         attend: Attend,
         *,
         remat: str = "none",
-    ) -> tuple[Float[Array, "batch length embed"], list[Any]]:
+        scan_unroll: int = 0,
+    ) -> tuple[Float[Array, "batch length embed"], Any]:
         """The hidden states after the final norm, and what `attend` returned for each layer.
 
         Args:
           tokens: token ids.
           positions: position of each token in its sequence, from 0.
           attend: how each layer attends.
-          remat: "layer" recomputes a layer's activations in the backward pass; "none" keeps them.
+          remat: see `__call__`.
+          scan_unroll: see `__call__`.
+
+        Returns:
+          The states, and a list over the layers; under a scan one tree whose arrays have a leading axis of layers.
         """
         angles = positions[..., None].astype(jnp.float32) * rope_frequencies(self.config)
         sin, cos = jnp.sin(angles), jnp.cos(angles)
-        x = self.embedding[...][tokens].astype(self.dtype)
+        # Gathered over fsdp before the lookup: the rows that come out are split over fsdp themselves.
+        table = constrain(self.embedding[...], "vocab", None)
+        x = constrain(table[tokens].astype(self.dtype), "rows", None, None)
+        structure = nnx.graphdef(self.blocks[0])
+
+        def layer(x: jax.Array, weights: nnx.State, index: Any) -> tuple[jax.Array, Any]:
+            x, extra = nnx.merge(structure, weights)(x, sin, cos, functools.partial(attend, index))
+            return constrain(x, "rows", None, None), extra
+
+        weights = [nnx.state(block) for block in self.blocks]
+        if scan_unroll:
+            # Inside a scan XLA cannot merge the recomputation with the first computation; no barriers are needed.
+            step = _rematerialised(layer, remat, prevent_cse=False)
+            stacked = _stack(weights, self.dtype)
+            x, extras = jax.lax.scan(
+                lambda x, xs: step(x, *xs), x, (stacked, jnp.arange(len(weights))), unroll=scan_unroll
+            )
+            return self.norm(x), extras
         extras = []
-        for index, block in enumerate(self.blocks):
-
-            def layer(block, x, index=index):
-                return block(x, sin, cos, functools.partial(attend, index))
-
-            x, extra = (nnx.remat(layer) if remat == "layer" else layer)(block, x)
+        for index, one in enumerate(weights):
+            step = _rematerialised(lambda x, w, index=index: layer(x, w, index), remat, prevent_cse=True)
+            x, extra = step(x, one)
             extras.append(extra)
         return self.norm(x), extras
 
@@ -188,6 +220,7 @@ class Decoder(nnx.Module):
         positions: Int[Array, "batch length"] | None = None,
         segment_ids: Int[Array, "batch length"] | None = None,
         remat: str = "none",
+        scan_unroll: int = 0,
     ) -> Float[Array, "batch length embed"]:
         """Hidden states of whole sequences under causal attention.
 
@@ -195,12 +228,18 @@ class Decoder(nnx.Module):
           tokens: token ids; padding goes at the end, where causality hides it.
           positions: positions; None counts from 0 in each row.
           segment_ids: tokens see only tokens of their own segment; None is one segment a row.
-          remat: "none" or "layer".
+          remat: what of a layer is recomputed in the backward pass: "none" of it; with "dots" all but the outputs of
+            its matmuls with weights and of a fused attention; with "layer" everything.
+          scan_unroll: 0 traces every layer for itself; n >= 1 stacks the layers' weights and scans over them, n layers
+            a step, of which only one step is compiled.
         """
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        mask = causal_mask(positions, segment_ids)
-        hidden, _ = self.run(tokens, positions, lambda _, q, k, v: (attention(q, k, v, mask), None), remat=remat)
+
+        def attend(_, query, key, value):
+            return causal_attention(query, key, value, segment_ids, implementation=self.attention), None
+
+        hidden, _ = self.run(tokens, positions, attend, remat=remat, scan_unroll=scan_unroll)
         return hidden
 
     def logits(self, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
@@ -208,3 +247,62 @@ class Decoder(nnx.Module):
         table = self.embedding if self.head is None else self.head
         weight = table[...].astype(hidden.dtype)
         return jnp.einsum("...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32)
+
+
+def _rematerialised(layer: Callable[..., Any], remat: str, *, prevent_cse: bool) -> Callable[..., Any]:
+    """The layer with the named policy, see `Decoder.__call__`."""
+    policies = jax.checkpoint_policies
+    if remat == "none":
+        return layer
+    if remat == "dots":
+        # Matmuls with batch axes are those of attention: their outputs are its scores.
+        kept = policies.save_from_both_policies(
+            policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(ATTENTION_OUTPUT)
+        )
+        return jax.checkpoint(layer, policy=kept, prevent_cse=prevent_cse)
+    if remat == "layer":
+        return jax.checkpoint(layer, prevent_cse=prevent_cse)
+    raise ValueError(f"remat {remat!r} is not none, dots or layer")
+
+
+def _stack(layers: Sequence[nnx.State], dtype: Any) -> nnx.State:
+    """The layers' weights with a leading axis of layers, each split over the mesh as before.
+
+    Weights are cast first to the type they are used in: the copy is half as large then, and so is what devices gather.
+    Vectors (the norms) are used in float32.
+    """
+
+    def stack(*variables: nnx.Variable) -> nnx.Variable:
+        first = variables[0]
+        arrays = [v[...] if v.ndim == 1 else v[...].astype(dtype) for v in variables]
+        return first.replace(constrain(jnp.stack(arrays), None, *first.get_metadata("axes", (None,) * first.ndim)))
+
+    return jax.tree.map(stack, *layers, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
+def init_decoder(
+    config: ModelConfig,
+    key: Key[Array, ""],
+    mesh: Mesh | None = None,
+    *,
+    dtype=jnp.float32,
+    param_dtype=jnp.float32,
+    attention: str = "xla",
+) -> Decoder:
+    """A decoder with random weights, made in place: each device computes its own part, and the host none.
+
+    The weights are a function of `key` alone, whatever the mesh.
+
+    Args:
+      config: its shape.
+      key: a typed key.
+      mesh: where the weights lie, by `parallel.mesh.RULES`; None is the default device.
+      dtype, param_dtype, attention: see `Decoder`.
+    """
+
+    def make(key: Key[Array, ""]) -> Decoder:
+        return Decoder(config, nnx.Rngs(key), dtype=dtype, param_dtype=param_dtype, attention=attention)
+
+    graphdef, abstract = nnx.split(nnx.eval_shape(make, key))
+    placement = None if mesh is None else param_shardings(mesh, abstract)
+    return nnx.merge(graphdef, jax.jit(lambda key: nnx.state(make(key)), out_shardings=placement)(key))

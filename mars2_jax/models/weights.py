@@ -20,18 +20,25 @@ __all__ = ["abstract_decoder", "load"]
 Reader = Callable[[str], np.ndarray]
 
 
-def abstract_decoder(config: ModelConfig, *, dtype=jnp.float32, param_dtype=jnp.float32) -> Decoder:
-    """A decoder whose parameters are shapes only; nothing is allocated."""
-    return nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0), dtype=dtype, param_dtype=param_dtype))
+def abstract_decoder(
+    config: ModelConfig, *, dtype=jnp.float32, param_dtype=jnp.float32, attention: str = "xla"
+) -> Decoder:
+    """A decoder whose parameters are shapes only; nothing is allocated. Arguments as in `Decoder`."""
+    return nnx.eval_shape(
+        lambda: Decoder(config, nnx.Rngs(0), dtype=dtype, param_dtype=param_dtype, attention=attention)
+    )
 
 
-def load(checkpoint: Checkpoint, *, dtype=jnp.float32, param_dtype=jnp.float32, shardings=None) -> Decoder:
+def load(
+    checkpoint: Checkpoint, *, dtype=jnp.float32, param_dtype=jnp.float32, attention: str = "xla", shardings=None
+) -> Decoder:
     """Reads every parameter of a decoder from a checkpoint, tensor by tensor.
 
     Args:
       checkpoint: an open checkpoint.
       dtype: type of activations and matmuls.
       param_dtype: type of the stored weights.
+      attention: see `Decoder`.
       shardings: None, or a tree of shardings like the decoder's `nnx.state` (see `parallel.mesh.param_shardings`).
 
     Raises:
@@ -39,7 +46,7 @@ def load(checkpoint: Checkpoint, *, dtype=jnp.float32, param_dtype=jnp.float32, 
         are listed.
     """
     config = checkpoint.config
-    graphdef, abstract = nnx.split(abstract_decoder(config, dtype=dtype, param_dtype=param_dtype))
+    graphdef, abstract = nnx.split(abstract_decoder(config, dtype=dtype, param_dtype=param_dtype, attention=attention))
     used: set[str] = set()
 
     def read(name: str) -> np.ndarray:

@@ -242,11 +242,14 @@ def _convolution_flops(computation: Computation, instruction: Instruction) -> fl
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
     if labels is None:
         raise ValueError(f"the convolution {instruction.name} has no dim_labels")
-    from_left, from_right, to = (dict(zip(l, s)) for l, s in zip(labels.groups(), (left.shape, right.shape, instruction.arrays[0].shape)))
+    from_left, from_right, to = (
+        dict(zip(l, s)) for l, s in zip(labels.groups(), (left.shape, right.shape, instruction.arrays[0].shape))
+    )
     window = re.search(r"window=\{([^}]*)\}", instruction.attributes)
     fields = dict(field.split("=") for field in window[1].split()) if window else {}
     products = 1.0
     for number, axis in enumerate(sorted(label for label in to if label.isdigit())):
+
         def value(key: str, default: str, number: int = number) -> str:
             return fields[key].split("x")[number] if key in fields else default
 
@@ -276,7 +279,11 @@ def _positions(*, size: int, inputs: int, outputs: int, stride: int, low: int, s
 def _hbm_bytes(module: Module, computation: Computation, instruction: Instruction) -> float:
     """Bytes that one instruction moves from and to main memory."""
     opcode = instruction.opcode
-    if opcode in _FREE or opcode.endswith("-done") or any(f'"{call}"' in instruction.attributes for call in _FREE_CALLS):
+    if (
+        opcode in _FREE
+        or opcode.endswith("-done")
+        or any(f'"{call}"' in instruction.attributes for call in _FREE_CALLS)
+    ):
         return 0.0
     operands = [array for name in instruction.operands for array in computation.instructions[name].arrays]
     if opcode.endswith("-start"):
@@ -311,7 +318,11 @@ def _read(module: Module, callee: Computation, number: int) -> int:
             if name not in one.operands:
                 continue
             if one.opcode in ("dynamic-slice", "slice", "gather") and one.operands[0] == name:
-                total += math.prod(one.arrays[0].shape) * parameter.arrays[0].bytes // max(math.prod(parameter.arrays[0].shape), 1)
+                total += (
+                    math.prod(one.arrays[0].shape)
+                    * parameter.arrays[0].bytes
+                    // max(math.prod(parameter.arrays[0].shape), 1)
+                )
             elif one.opcode == "dynamic-update-slice" and one.operands[0] == name:
                 continue
             elif one.opcode in ("bitcast", "copy"):

@@ -10,18 +10,20 @@ from rich.console import Console
 
 from mars2_jax.files import write_atomically
 from mars2_jax.parallel.mesh import make_mesh
-from mars2_jax.planning.compiled import Outcome, compile_program
+from mars2_jax.planning.compiled import compile_program
 from mars2_jax.planning.models import model_shape
-from mars2_jax.planning.programs import Resident, team_programs
+from mars2_jax.planning.programs import team_programs
 from mars2_jax.planning.report import Plan
 from mars2_jax.planning.topology import topology_devices
-from mars2_jax.training.agent import longest_sequence
+from mars2_jax.training.agent import check_length, longest_sequence
 from mars2_jax.training.setup import check_rows, check_trainable
 
 __all__ = ["make_plan"]
 
 
-def make_plan(config: FrozenConfigDict, topology: str, json_path: str | None = None, console: Console | None = None) -> Plan:
+def make_plan(
+    config: FrozenConfigDict, topology: str, json_path: str | None = None, console: Console | None = None
+) -> Plan:
     """Compiles what a run would compile, and prints what it needs and costs.
 
     Args:
@@ -40,6 +42,8 @@ def make_plan(config: FrozenConfigDict, topology: str, json_path: str | None = N
     check_rows(config, mesh)
     paths = {name: agent.model.path for name, agent in config.agents.items()}
     shapes = {path: model_shape(path) for path in dict.fromkeys(paths.values())}
+    for path, (shape, _) in shapes.items():
+        check_length(path, shape, longest_sequence(config))
     programs, residents = team_programs(config, {name: shapes[path][0] for name, path in paths.items()}, mesh)
     outcomes = []
     # The mesh is in context as it is in the run.
@@ -47,21 +51,9 @@ def make_plan(config: FrozenConfigDict, topology: str, json_path: str | None = N
         for program in programs:
             status.update(f"compiling {program.kind} of {', '.join(program.agents)}: {program.size}")
             outcomes.append(compile_program(program))
-    residents += _prompt_memory(config, outcomes)
     models = {name: (path, shapes[path][1]) for name, path in paths.items()}
     plan = Plan(topology, chip, dict(mesh.shape), models, residents, outcomes)
     plan.show(console)
     if json_path is not None:
         write_atomically(json_path, json.dumps(plan.to_json(), indent=2) + "\n")
     return plan
-
-
-def _prompt_memory(config: FrozenConfigDict, outcomes: list[Outcome]) -> list[Resident]:
-    """The prompts that the engines keep prefilled, at the size that a prefill's result has, when their room is full."""
-    tokens = config.rollout.slots * longest_sequence(config)
-    kept = []
-    for outcome in outcomes:
-        if outcome.program.kind == "prefill" and outcome.memory is not None:
-            each = outcome.memory.outputs * tokens // outcome.program.tokens
-            kept += [Resident(agent, "prefilled prompts", each) for agent in outcome.program.agents]
-    return kept

@@ -18,14 +18,14 @@ from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import FrozenConfigDict
 
-from mars2_jax.learning.batch import Rows, Sample, TreeArrays, TreeBatch, make_batch, make_rows
+from mars2_jax.learning.batch import Sample, TreeArrays, TreeBatch, make_batch, make_rows
 from mars2_jax.learning.update import Learner
 from mars2_jax.models import cache as kv
 from mars2_jax.models.buckets import bucket
 from mars2_jax.models.config import ModelConfig
-from mars2_jax.parallel.mesh import param_shardings, replicated, rows
+from mars2_jax.parallel.mesh import placed, replicated, row_shards, rows
 from mars2_jax.rollout import programs
-from mars2_jax.rollout.engine import SHORTEST, Engine
+from mars2_jax.rollout.engine import SHORTEST, prefill_rows
 from mars2_jax.training.agent import abstract_policy, longest_sequence
 
 __all__ = ["Program", "Resident", "device_bytes", "team_programs"]
@@ -100,18 +100,17 @@ def team_programs(
 class _AgentPlan:
     """One agent, of shapes only."""
 
-    def __init__(
-        self, name: str, run: FrozenConfigDict, config: FrozenConfigDict, model: ModelConfig, mesh: Mesh
-    ):
+    def __init__(self, name: str, run: FrozenConfigDict, config: FrozenConfigDict, model: ModelConfig, mesh: Mesh):
         self.name, self.run, self.config, self.model, self.mesh = name, run, config, model, mesh
-        decoder = abstract_policy(config.model, model, mesh)
+        decoder = abstract_policy(config.model, model, mesh, key=f"agents.{name}.model")
         self.graphdef, self.params = nnx.split(decoder)
+        self.weights_dtype = decoder.dtype
         self.weights = jax.tree.map(lambda x: _shape(x, decoder.dtype, x.sharding), self.params)
         rollout = run.rollout
         self.capacity = longest_sequence(run)
         length = bucket(self.capacity, SHORTEST)
         cache = jax.eval_shape(lambda: kv.empty(model, rollout.slots, length, decoder.dtype))
-        self.cache = jax.tree.map(lambda x: _shape(x, x.dtype, replicated(mesh)), cache)
+        self.cache = jax.tree.map(lambda x: _shape(x, x.dtype, placed(mesh, kv.AXES, x.shape)), cache)
         self.length = length
         self.learner = Learner.create(
             decoder,
@@ -132,7 +131,14 @@ class _AgentPlan:
                 kept["reference weights"] = self.params
         kept["engine weights"] = self.weights
         kept["key-value cache"] = self.cache
+        kept["prefilled prompts"] = self._prompt_memory()
         return [Resident(self.name, what, device_bytes(tree)) for what, tree in kept.items()]
+
+    def _prompt_memory(self) -> Any:
+        """The prompts that the engine keeps prefilled, one row each, when their room is full."""
+        tokens = self.run.rollout.slots * self.capacity
+        entries = jax.eval_shape(lambda: kv.empty(self.model, 1, tokens, self.weights_dtype))
+        return jax.tree.map(lambda x: _shape(x, x.dtype, placed(self.mesh, kv.AXES, x.shape)), entries)
 
     def programs(self) -> list[tuple[Hashable, Program]]:
         """The agent's programs, with a key that is equal where the compiled program is."""
@@ -143,8 +149,8 @@ class _AgentPlan:
 
     def _prefill(self) -> tuple[Hashable, Program]:
         longest = max(self.run.rollout.max_prompt_tokens, self.run.eval.max_prompt_tokens)
-        count, length = Engine.PREFILL_ROWS, bucket(max(longest - 1, 1), SHORTEST)
-        tokens = jax.ShapeDtypeStruct((count, length), jnp.int32, sharding=replicated(self.mesh))
+        count, length = prefill_rows(row_shards(self.mesh)), bucket(max(longest - 1, 1), SHORTEST)
+        tokens = self._by_rows(jax.ShapeDtypeStruct((count, length), jnp.int32))
         arguments = (self.graphdef, self.weights, tokens)
         return self._program(
             "prefill", f"{count} prompts x {length:,} tokens", count * length, programs.prefill, arguments, self.weights
@@ -152,7 +158,7 @@ class _AgentPlan:
 
     def _decode(self) -> tuple[Hashable, Program]:
         count = self.run.rollout.slots
-        slots = jax.tree.map(lambda x: _shape(x, x.dtype, replicated(self.mesh)), programs.empty_slots(count))
+        slots = self._by_rows(jax.eval_shape(lambda: programs.empty_slots(count)))
         stops = jax.ShapeDtypeStruct((_STOP_IDS,), jnp.int32, sharding=replicated(self.mesh))
         arguments = (self.graphdef, self.weights, self.cache, slots, stops, self.run.rollout.chunk)
         size = f"{count} slots x {self.length:,} tokens, a token each"
@@ -163,8 +169,10 @@ class _AgentPlan:
         prompt, response = self._longest_row()
         batch = make_rows([prompt], [response], rows=count)
         size = f"{count} rows x {batch.tokens.shape[1]:,} tokens"
-        arguments = (self.params, _placed_rows(batch, self.mesh))
-        return self._program("score", size, batch.tokens.size, jax.jit(self.learner.score), arguments, self.params, self.learner)
+        arguments = (self.params, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch))
+        return self._program(
+            "score", size, batch.tokens.size, jax.jit(self.learner.score), arguments, self.params, self.learner
+        )
 
     def _update(self) -> tuple[Hashable, Program]:
         learning = self.run.learning
@@ -172,8 +180,10 @@ class _AgentPlan:
         state = self.learner.abstract(self.params)
         length = batch.samples.rows.tokens.shape[-1]
         size = f"{learning.train_batch_size} rows x {length:,} tokens, {learning.micro_batch_size} at a time"
-        program = jax.jit(self.learner.update, donate_argnums=0)
-        return self._program("update", size, batch.samples.rows.tokens.size, program, (state, batch), state, self.learner)
+        program = self.learner.program(state)
+        return self._program(
+            "update", size, batch.samples.rows.tokens.size, program, (state, batch), state, self.learner
+        )
 
     def _batch(self) -> TreeBatch:
         """The largest batch: every row the longest there may be, and no two of one tree."""
@@ -191,6 +201,10 @@ class _AgentPlan:
         split = jax.tree.map(lambda x: _shape(x, x.dtype, rows(self.mesh, leading=1)), batch.samples)
         return dataclasses.replace(shapes, samples=split)
 
+    def _by_rows(self, tree: Any) -> Any:
+        axes = lambda x: ("rows", *(None,) * (len(x.shape) - 1))
+        return jax.tree.map(lambda x: _shape(x, x.dtype, placed(self.mesh, axes(x), x.shape)), tree)
+
     def _longest_row(self) -> tuple[np.ndarray, np.ndarray]:
         rollout = self.run.rollout
         return np.zeros(rollout.max_prompt_tokens, np.int32), np.zeros(rollout.max_new_tokens, np.int32)
@@ -198,15 +212,9 @@ class _AgentPlan:
     def _program(
         self, kind: str, size: str, tokens: int, jitted: Any, arguments: tuple, resident: Any, *key: Hashable
     ) -> tuple[Hashable, Program]:
-        program = Program(
-            kind, (self.name,), size, tokens, lambda: jitted.lower(*arguments), device_bytes(resident)
-        )
+        program = Program(kind, (self.name,), size, tokens, lambda: jitted.lower(*arguments), device_bytes(resident))
         return (kind, *key, jax.tree.structure(arguments), *jax.tree.leaves(arguments)), program
 
 
 def _shape(x: Any, dtype: Any, sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
-
-
-def _placed_rows(batch: Rows, mesh: Mesh) -> Rows:
-    return jax.tree.map(lambda x: _shape(x, x.dtype, rows(mesh)), batch)

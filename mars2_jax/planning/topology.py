@@ -39,10 +39,14 @@ def topology_devices(name: str) -> tuple[Chip, Sequence[jax.Device]]:
     """
     match = re.fullmatch(r"(\w+):(\d+(?:x\d+)+)", name)
     if match is None or match[1] not in CHIPS:
-        raise PlanError(f"--topology={name} is unknown: write <chip>:<shape>, such as v5e:4x4 or v5p:4x4x4, with a chip of {', '.join(CHIPS)}")
+        raise PlanError(
+            f"--topology={name} is unknown: write <chip>:<shape>, such as v5e:4x4 or v5p:4x4x4, with a chip of {', '.join(CHIPS)}"
+        )
     kind, shape = match[1], [int(size) for size in match[2].split("x")]
     if len(shape) != _AXES[kind]:
-        raise PlanError(f"--topology={name} is unknown: the shape of a {kind} has {_AXES[kind]} sizes, as in {kind}:{'x'.join('4' * _AXES[kind])}")
+        raise PlanError(
+            f"--topology={name} is unknown: the shape of a {kind} has {_AXES[kind]} sizes, as in {kind}:{'x'.join('4' * _AXES[kind])}"
+        )
     if importlib.util.find_spec("libtpu") is None:
         raise PlanError("libtpu, the TPU compiler, is not installed: pip install 'mars2_jax[tpu]'")
     for key, value in _ENVIRONMENT.items():

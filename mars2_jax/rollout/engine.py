@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,12 +18,12 @@ from mars2_jax.errors import PromptTooLong
 from mars2_jax.models import cache as kv
 from mars2_jax.models.buckets import bucket
 from mars2_jax.models.decoder import Decoder
-from mars2_jax.parallel.mesh import replicated
+from mars2_jax.parallel.mesh import placed, row_shards
 from mars2_jax.rollout import programs
 from mars2_jax.rollout.sampling import SamplerRows
 from mars2_jax.rollout.types import Completion, Finish, Request
 
-__all__ = ["SHORTEST", "Engine"]
+__all__ = ["SHORTEST", "Engine", "prefill_rows"]
 
 
 SHORTEST = 64
@@ -67,6 +68,13 @@ class _Running:
         return Completion(self.request.id, self.request.prompt, self.tokens, self.logprobs, self.scores, finish)
 
 
+def prefill_rows(shards: int) -> int:
+    """Prompts in one prefill call where a batch is split into `shards` parts: four, rounded up to whole batches. With
+    fewer prompts in the queue it is one a part; rows without a prompt cost the devices nothing that they could do
+    instead."""
+    return shards * -(-4 // shards)
+
+
 class Engine:
     """Continuous batching over slots with a static key-value cache.
 
@@ -86,9 +94,6 @@ class Engine:
         holds.
     """
 
-    PREFILL_ROWS = 4
-    """Most prompts in one prefill call; a call holds this many or one."""
-
     def __init__(
         self,
         decoder: Decoder,
@@ -103,10 +108,8 @@ class Engine:
         self._graphdef, self._params = nnx.split(decoder)
         self._config, self._dtype = decoder.config, decoder.dtype
         self._chunk, self.capacity = chunk, capacity
-        # Everything lies where the weights lie, from the start: a program is compiled anew for arguments that are not
-        # placed yet.
-        self._placement = _beside(self._params)
-        self._stop_ids = jax.device_put(np.asarray([*stop_ids] or [-1], np.int32), self._placement)
+        self._beside = jax.tree.leaves(self._params)[0].sharding
+        self._stop_ids = self._put(np.asarray([*stop_ids] or [-1], np.int32), None)
         self._detokenize = detokenize
         self._memory_tokens = slots * capacity if prompt_memory is None else prompt_memory
         self._memory: collections.OrderedDict[bytes, kv.KeyValues] = collections.OrderedDict()
@@ -117,7 +120,20 @@ class Engine:
         self.decoded_tokens = 0
         self._cache_length = 0
         self._cache: Any = None
-        self._slots = jax.device_put(programs.empty_slots(slots), self._placement)
+        self._slots = self._put_rows(programs.empty_slots(slots))
+
+    def _put(self, x: Any, *axes: str | None) -> jax.Array:
+        """An array placed by its logical axes beside the weights. Everything is, from the start: a program is compiled
+        anew for arguments that are not placed yet."""
+        return jax.device_put(x, self._placement(axes, np.shape(x)))
+
+    def _placement(self, axes: Sequence[str | None], shape: Sequence[int]) -> Sharding:
+        one = self._beside
+        return placed(one.mesh, axes, shape) if isinstance(one, NamedSharding) else one
+
+    def _put_rows(self, tree: Any) -> Any:
+        """Arrays with an entry a slot (or a prompt) along their first axis."""
+        return jax.tree.map(lambda x: self._put(x, "rows", *(None,) * (np.ndim(x) - 1)), tree)
 
     def set_params(self, params: nnx.State) -> None:
         """Decodes with other weights of the same model from now on.
@@ -140,7 +156,7 @@ class Engine:
             raise RuntimeError(f"cannot reset the engine while {self.pending} requests are open")
         self._memory.clear()
         self._cache, self._cache_length = None, 0
-        self._slots = jax.device_put(programs.empty_slots(len(self._running)), self._placement)
+        self._slots = self._put_rows(programs.empty_slots(len(self._running)))
 
     @property
     def dtype(self) -> Any:
@@ -204,7 +220,7 @@ class Engine:
                 done.append((running.order, running.completion(finish)))
                 self._running[slot], still_active[slot] = None, False
         if (still_active != active).any():
-            self._slots = self._slots._replace(active=jax.device_put(still_active, self._placement))
+            self._slots = self._slots._replace(active=self._put(still_active, "rows"))
         return [completion for _, completion in sorted(done, key=lambda d: d[0])]
 
     def _admit(self) -> None:
@@ -225,13 +241,18 @@ class Engine:
         """Makes the cache long enough. It never shrinks while in use: a shorter one would be one more program."""
         length = bucket(length, SHORTEST)
         if self._cache is None:
-            empty = kv.empty(self._config, len(self._running), length, self._dtype)
-            self._cache = jax.device_put(empty, self._placement)
+            self._cache = self._empty_cache(length)
         elif length > self._cache_length:
             self._cache = programs.grow(self._cache, length)
         else:
             return
         self._cache_length = length
+
+    def _empty_cache(self, length: int) -> kv.KeyValues:
+        """A cache of zeros, each device's part made on the device."""
+        make = functools.partial(kv.empty, self._config, len(self._running), length, self._dtype)
+        placement = jax.tree.map(lambda x: self._placement(kv.AXES, x.shape), jax.eval_shape(make))
+        return jax.jit(make, out_shardings=placement)()
 
     def _prefill(self, requests: Sequence[Request]) -> None:
         """Computes keys and values of the prompts that are not in memory, shortest first, each distinct one once."""
@@ -243,14 +264,15 @@ class Engine:
             elif len(request.prompt) > 1:
                 todo[key] = request.prompt
         ordered = sorted(todo.items(), key=lambda kp: len(kp[1]))
+        shards = row_shards(self._beside.mesh) if isinstance(self._beside, NamedSharding) else 1
         while ordered:
-            rows = self.PREFILL_ROWS if len(ordered) >= self.PREFILL_ROWS else 1
+            rows = prefill_rows(shards) if len(ordered) >= prefill_rows(shards) else shards
             batch, ordered = ordered[:rows], ordered[rows:]
             tokens = np.zeros((rows, bucket(max(len(p) - 1 for _, p in batch), SHORTEST)), np.int32)
             for row, (_, prompt) in enumerate(batch):
                 tokens[row, : len(prompt) - 1] = prompt[:-1]
                 self.prefilled_tokens += len(prompt) - 1
-            entries = programs.prefill(self._graphdef, self._params, jax.device_put(tokens, self._placement))
+            entries = programs.prefill(self._graphdef, self._params, self._put_rows(tokens))
             for row, (key, _) in enumerate(batch):
                 self._memory[key] = programs.take_row(entries, np.int32(row)) if rows > 1 else entries
 
@@ -273,15 +295,9 @@ class Engine:
             slots.sampler.top_k[slot] = sampling.top_k
             slots.sampler.top_p[slot] = sampling.top_p
             slots.sampler.min_p[slot] = sampling.min_p
-        self._slots = jax.device_put(slots, self._placement)
+        self._slots = self._put_rows(slots)
         room = self._memory_tokens
         for key, entries in reversed(list(self._memory.items())):
             room -= entries[0].value.shape[2]
             if room < 0:
                 del self._memory[key]
-
-
-def _beside(params: nnx.State) -> Sharding:
-    """A copy on every device that holds the weights."""
-    sharding = jax.tree.leaves(params)[0].sharding
-    return replicated(sharding.mesh) if isinstance(sharding, NamedSharding) else sharding

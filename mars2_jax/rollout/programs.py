@@ -12,7 +12,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from mars2_jax.models import cache as kv
-from mars2_jax.models.attention import attention, causal_mask
+from mars2_jax.models.causal_attention import causal_attention
+from mars2_jax.parallel.mesh import constrain
 from mars2_jax.rollout.sampling import PLAIN, SamplerRows, sample
 
 __all__ = ["Emitted", "Slots", "compilations", "decode", "empty_slots", "grow", "insert", "prefill", "take_row"]
@@ -77,31 +78,30 @@ def prefill(graphdef: Any, params: nnx.State, tokens: Int[Array, "prompts length
     """Keys and values of whole prompts, padded at the end. No logits: the last prompt token is the decoder's."""
     decoder = nnx.merge(graphdef, params)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    mask = causal_mask(positions)
 
     def attend(_, query, key, value):
-        return attention(query, key, value, mask), kv.layer_cache(key, value)
+        return causal_attention(query, key, value, implementation=decoder.attention), kv.layer_cache(key, value)
 
     _, kept = decoder.run(tokens, positions, attend)
-    return tuple(kept)
+    return kv.constrain_cache(tuple(kept))
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
 def insert(cache: kv.KeyValues, prompt: kv.KeyValues, slot: Int[Array, ""]) -> kv.KeyValues:
     """See `models.cache.insert`."""
-    return kv.insert(cache, prompt, slot)
+    return kv.constrain_cache(kv.insert(cache, prompt, slot))
 
 
 @jax.jit
 def take_row(entries: kv.KeyValues, row: Int[Array, ""]) -> kv.KeyValues:
     """See `models.cache.take_row`."""
-    return kv.take_row(entries, row)
+    return kv.constrain_cache(kv.take_row(entries, row))
 
 
 @functools.partial(jax.jit, static_argnames="length")
 def grow(cache: kv.KeyValues, length: int) -> kv.KeyValues:
     """See `models.cache.grow`."""
-    return kv.grow(cache, length)
+    return kv.constrain_cache(kv.grow(cache, length))
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "chunk"), donate_argnames=("cache", "slots"))
@@ -155,11 +155,13 @@ def decode(
             made=made,
             active=slots.active & ~stop & (made < slots.budget),
         )
-        return j + 1, tuple(longer), slots, out
+        return j + 1, kv.constrain_cache(tuple(longer)), slots, out
 
     start = (jnp.int32(0), cache, slots, blank)
     _, cache, slots, out = jax.lax.while_loop(lambda c: (c[0] < chunk) & c[2].active.any(), step, start)
-    return cache, slots, out
+    # Where they lay before: another place would be another program in the next call.
+    by_rows = lambda x: constrain(x, "rows", *(None,) * (x.ndim - 1))
+    return kv.constrain_cache(cache), jax.tree.map(by_rows, slots), jax.tree.map(by_rows, out)
 
 
 def compilations() -> int:

@@ -16,12 +16,13 @@ from mars2_jax.errors import ConfigError
 from mars2_jax.learning.advantage import TreeAdvantages
 from mars2_jax.learning.batch import Sample, TreeArrays, make_batch
 from mars2_jax.learning.update import Learner, TrainState
+from mars2_jax.models.causal_attention import choose_attention
 from mars2_jax.models.config import ModelConfig
 from mars2_jax.models.decoder import Decoder
 from mars2_jax.models.files import find, open_checkpoint
 from mars2_jax.models.tokenizer import ChatTokenizer, load_tokenizer
 from mars2_jax.models.weights import abstract_decoder, load
-from mars2_jax.parallel.mesh import param_shardings, rows
+from mars2_jax.parallel.mesh import param_shardings, platform, rows
 from mars2_jax.rollout.engine import Engine
 from mars2_jax.rollout.types import Completion, SamplingParams
 from mars2_jax.training.buffer import Buffer, TreeKey
@@ -32,6 +33,7 @@ __all__ = [
     "ModelFile",
     "abstract_policy",
     "build_team",
+    "check_length",
     "longest_sequence",
     "make_prompter",
     "open_models",
@@ -43,38 +45,65 @@ class ModelFile:
 
     Raises:
       ModelError: missing, damaged, of another checksum, or not supported.
-      ConfigError: sequences longer than the model was made for.
+      ConfigError: sequences longer than the model was made for, or an attention that cannot run on the mesh.
     """
 
-    def __init__(self, model: FrozenConfigDict, longest: int):
-        self.path, self.sha256 = model.path, model.sha256
-        with open_checkpoint(self.path, self.sha256) as checkpoint:
+    def __init__(self, model: FrozenConfigDict, longest: int, mesh: Mesh, *, key: str = "agents.<name>.model"):
+        self.model, self.path = model, model.path
+        with open_checkpoint(self.path, model.sha256) as checkpoint:
             self.config: ModelConfig = checkpoint.config
             self.tokenizer: ChatTokenizer = load_tokenizer(checkpoint, str(find(self.path)))
-        if longest > self.config.max_length:
-            raise ConfigError(
-                f"max_prompt_tokens + max_new_tokens of config.rollout or config.eval are {longest}, but {self.path} "
-                f"was made for {self.config.max_length} tokens: lower them"
-            )
-        self.dtype = _dtype(model.dtype)
+        check_length(self.path, self.config, longest)
+        self._mesh = mesh
+        self.dtype, self.attention = _arithmetic(model, self.config, mesh, key)
 
-    def load(self, mesh: Mesh) -> Decoder:
+    def load(self) -> Decoder:
         """The model with float32 weights, placed on the mesh."""
         _, abstract = nnx.split(abstract_decoder(self.config))
+        shardings = param_shardings(self._mesh, abstract)
         with open_checkpoint(self.path) as checkpoint:
-            return load(checkpoint, dtype=self.dtype, shardings=param_shardings(mesh, abstract))
+            return load(checkpoint, dtype=self.dtype, attention=self.attention, shardings=shardings)
 
 
-def abstract_policy(model: FrozenConfigDict, config: ModelConfig, mesh: Mesh) -> Decoder:
-    """What `ModelFile.load` returns, of shapes and places only."""
-    graphdef, abstract = nnx.split(abstract_decoder(config, dtype=jnp.bfloat16))
+def check_length(path: str, config: ModelConfig, longest: int) -> None:
+    """Whether the model at `path` was made for sequences of `longest` tokens.
+
+    Raises:
+      ConfigError: it was not.
+    """
+    if longest > config.max_length:
+        raise ConfigError(
+            f"max_prompt_tokens + max_new_tokens of config.rollout or config.eval are {longest}, but {path} "
+            f"was made for {config.max_length} tokens: lower them"
+        )
+
+
+def abstract_policy(
+    model: FrozenConfigDict, config: ModelConfig, mesh: Mesh, *, key: str = "agents.<name>.model"
+) -> Decoder:
+    """What `ModelFile.load` returns, of shapes and places only; the weights need not exist.
+
+    Raises:
+      ConfigError: an attention that cannot run on the mesh.
+    """
+    dtype, attention = _arithmetic(model, config, mesh, key)
+    graphdef, abstract = nnx.split(abstract_decoder(config, dtype=dtype, attention=attention))
     place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     return nnx.merge(graphdef, jax.tree.map(place, abstract, param_shardings(mesh, abstract)))
 
 
-def _dtype(name: str) -> Any:
+def _arithmetic(model: FrozenConfigDict, config: ModelConfig, mesh: Mesh, key: str) -> tuple[Any, str]:
+    """The type that a policy computes in, and its attention."""
+    dtype = _dtype(model.dtype, mesh)
+    attention = choose_attention(
+        model.attention, platform=platform(mesh), dtype=dtype, head_dim=config.head_dim, key=f"{key}.attention"
+    )
+    return dtype, attention
+
+
+def _dtype(name: str, mesh: Mesh) -> Any:
     if name == "auto":
-        return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+        return jnp.float32 if platform(mesh) == "cpu" else jnp.bfloat16
     return jnp.dtype(name)
 
 
@@ -211,27 +240,28 @@ def make_prompter(name: str, run: FrozenConfigDict, tokenizer: ChatTokenizer, *,
     )
 
 
-def open_models(run: FrozenConfigDict) -> dict[str, ModelFile]:
-    """The models that the agents name, by path; each is opened once. Raises as `ModelFile` does."""
+def open_models(run: FrozenConfigDict, mesh: Mesh) -> dict[str, ModelFile]:
+    """The models that the agents name, by path, for a mesh; each is opened once. Raises as `ModelFile` does."""
     longest = longest_sequence(run)
     files: dict[str, ModelFile] = {}
-    for agent in run.agents.values():
+    for name, agent in run.agents.items():
         model = agent.model
         if model.path not in files:
-            files[model.path] = ModelFile(model, longest)
-        known = files[model.path]
-        if (known.sha256, known.dtype) != (model.sha256, _dtype(model.dtype)):
-            raise ConfigError(f"agents name {model.path!r} with different model.sha256 or model.dtype: make them equal")
+            files[model.path] = ModelFile(model, longest, mesh, key=f"agents.{name}.model")
+        known = files[model.path].model
+        for key in ("sha256", "dtype", "attention"):
+            if known[key] != model[key]:
+                raise ConfigError(f"agents name {model.path!r} with different model.{key}: make them equal")
     return files
 
 
-def build_team(run: FrozenConfigDict, files: dict[str, ModelFile], mesh: Mesh, *, learn: bool = True) -> list[Agent]:
+def build_team(run: FrozenConfigDict, files: dict[str, ModelFile], *, learn: bool = True) -> list[Agent]:
     """Loads the models and makes the agents, in the order of their names in the config.
 
     Agents of one checkpoint start from equal weights, read once, and then go their own ways. `learn=False` makes no
     optimizer states and no references.
     """
-    decoders = {path: file.load(mesh) for path, file in files.items()}
+    decoders = {path: file.load() for path, file in files.items()}
     return [
         Agent(name, config, run, files[config.model.path], decoders[config.model.path], learn=learn)
         for name, config in run.agents.items()

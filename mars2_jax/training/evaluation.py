@@ -92,11 +92,9 @@ def run_evaluation(config: FrozenConfigDict, workdir: str | None, console: Conso
         searched = problems if searchable(config, problems) else []
         setup = Setup.check(config, searched=searched, answered=problems, learn=False)
         console.print(f"loading {', '.join(setup.files)}", highlight=False)
-        team = setup.team(learn=False)
-        step = 0
-        if workdir is not None:
-            step = _load_checkpoint(config, team, workdir)
-        with Progress(1, console=console) as progress:
+        with jax.set_mesh(setup.mesh), Progress(1, console=console) as progress:
+            team = setup.team(learn=False)
+            step = _load_checkpoint(config, team, workdir) if workdir is not None else 0
             scores = evaluate(config, team, problems, grader, progress)
     if config.eval.search_nodes and not searchable(config, problems):
         console.print("no Pass@1(MCTS): these problems have no public tests to guide a search", highlight=False)

@@ -13,7 +13,7 @@ from ml_collections import FrozenConfigDict
 
 from mars2_jax.errors import ConfigError, DataError
 from mars2_jax.grading.grader import Grader
-from mars2_jax.parallel.mesh import make_mesh
+from mars2_jax.parallel.mesh import make_mesh, row_shards
 from mars2_jax.rollout.types import SamplingParams
 from mars2_jax.tasks.problem import Problem
 from mars2_jax.tasks.sources import load
@@ -92,7 +92,7 @@ class Setup:
         mesh = make_mesh(config.mesh)
         if learn:
             check_rows(config, mesh)
-        files = open_models(config)
+        files = open_models(config, mesh)
         for name, agent in config.agents.items():
             for problems, single in ((searched, False), (answered, True)):
                 prompter = make_prompter(name, config, files[agent.model.path].tokenizer, single=single)
@@ -102,7 +102,7 @@ class Setup:
 
     def team(self, *, learn: bool = True) -> list[Agent]:
         """Loads the weights; see `build_team`."""
-        return build_team(self.config, self.files, self.mesh, learn=learn)
+        return build_team(self.config, self.files, learn=learn)
 
 
 def check_rows(config: FrozenConfigDict, mesh: Mesh) -> None:
@@ -111,11 +111,11 @@ def check_rows(config: FrozenConfigDict, mesh: Mesh) -> None:
     Raises:
       ConfigError: names the key.
     """
-    row_shards = mesh.shape["data"] * mesh.shape["fsdp"]
-    if config.learning.micro_batch_size % row_shards:
+    shards = row_shards(mesh)
+    if config.learning.micro_batch_size % shards:
         raise ConfigError(
             f"config.learning.micro_batch_size is {config.learning.micro_batch_size}; it must be a multiple of "
-            f"the mesh's data x fsdp = {row_shards}"
+            f"the mesh's data x fsdp = {shards}"
         )
 
 

@@ -57,7 +57,10 @@ def train(config: FrozenConfigDict, workdir: str, console: Console | None = None
     searched = [*problems, *(judges if searchable(config, judges) else [])]
     with claim(workdir) as folder, start_grader(config) as grader:
         setup = Setup.check(config, searched=searched, answered=judges)
-        with Checkpointer(folder, keep=config.training.keep, every=config.training.checkpoint_every) as checkpointer:
+        with (
+            jax.set_mesh(setup.mesh),
+            Checkpointer(folder, keep=config.training.keep, every=config.training.checkpoint_every) as checkpointer,
+        ):
             Trainer(setup, problems, judges, grader, checkpointer, folder, console).run()
 
 

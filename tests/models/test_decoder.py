@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -51,17 +52,41 @@ def test_rope_theta_is_used():
     assert np.abs(a - b).max() > 1e-2
 
 
-@pytest.mark.parametrize("remat", ["none", "layer"])
-def test_remat_changes_no_gradient(remat):
-    graphdef, params = nnx.split(tiny_decoder(scale=1.0))
-    tokens = jnp.arange(6)[None]
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _gradient(params, remat, scan_unroll):
+    graphdef = nnx.graphdef(Decoder(TINY, nnx.Rngs(0)))
+    return jax.grad(
+        lambda p: (nnx.merge(graphdef, p)(jnp.arange(6)[None], remat=remat, scan_unroll=scan_unroll) ** 2).sum()
+    )(params)
 
-    def loss(params, remat):
-        return (nnx.merge(graphdef, params)(tokens, remat=remat) ** 2).sum()
 
-    expected = jax.grad(lambda p: loss(p, "none"))(params)
-    got = jax.grad(lambda p: loss(p, remat))(params)
+@pytest.mark.parametrize(
+    ("remat", "scan_unroll"), [("dots", 0), ("layer", 0), ("none", 1), ("none", 2), ("dots", 1), ("layer", 1)]
+)
+def test_remat_and_scan_change_no_gradient(remat, scan_unroll):
+    params = nnx.state(tiny_decoder(scale=1.0))
+    expected, got = _gradient(params, "none", 0), _gradient(params, remat, scan_unroll)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), expected, got)
+
+
+def test_remat_keeps_what_it_says():
+    """What the backward pass reads of the forward pass, beside the arguments."""
+    graphdef, params = nnx.split(tiny_decoder())
+    tokens = jnp.arange(16)[None].repeat(4, 0)
+
+    def kept(remat):
+        _, backward = jax.vjp(lambda p: nnx.merge(graphdef, p)(tokens, remat=remat), params)
+        return sum(x.size for x in jax.tree.leaves(backward)) - sum(x.size for x in jax.tree.leaves(params))
+
+    assert kept("layer") < kept("dots") < kept("none")
+    with pytest.raises(ValueError, match="remat 'all'"):
+        kept("all")
+
+
+def test_a_scan_has_one_layer_in_it():
+    graphdef, params = nnx.split(tiny_decoder())
+    trace = lambda n: str(jax.make_jaxpr(lambda p: nnx.merge(graphdef, p)(jnp.arange(6)[None], scan_unroll=n))(params))
+    assert trace(0).count("dot_general") == TINY.layers * trace(1).count("dot_general")
 
 
 @pytest.mark.parametrize(

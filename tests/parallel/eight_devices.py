@@ -1,39 +1,135 @@
-"""Run with eight forced host devices: trains a tiny team one step on a mesh, goes on with a second run of the same
-command (which finds itself finished), writes the state to state.npz, and prints how a weight is split.
+"""Run with eight forced host devices. Prints one JSON line about each mesh of the command line.
 
-python -m tests.parallel.eight_devices FOLDER WORKDIR DATA FSDP TENSOR
+python -m tests.parallel.eight_devices 8,1,1 2,2,2 ...
 """
 
+import dataclasses
 import json
-import pathlib
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from ml_collections import FrozenConfigDict
-from rich.console import Console
+import optax
+from flax import nnx
 
-from mars2_jax.training.setup import Setup
-from mars2_jax.training.trainer import train
-from tests.parallel.test_mesh import mesh_config, weights
+from mars2_jax.config import agent_config, default_config
+from mars2_jax.learning.batch import Sample, TreeArrays, TreeBatch, make_batch
+from mars2_jax.learning.update import Learner
+from mars2_jax.models.config import ModelConfig
+from mars2_jax.models.decoder import init_decoder
+from mars2_jax.parallel.mesh import MESH_AXES, make_mesh, rows
+from mars2_jax.rollout import programs
+from mars2_jax.rollout.engine import Engine
+from mars2_jax.rollout.types import Request, SamplingParams
+
+CONFIG = ModelConfig(
+    vocab_size=64, embed_dim=32, layers=2, heads=8, kv_heads=4, head_dim=8, mlp_dim=64, qk_norm=True, qkv_bias=True
+)
+ROWS, BUDGET, DECAY = 8, 9, 0.5
+
+
+def tree_batch() -> TreeBatch:
+    """One tree of two micro-batches."""
+    rng = np.random.default_rng(0)
+    slots = np.arange(2 * ROWS + 1)
+    tree = TreeArrays(
+        reward=(slots % 3 == 0).astype(np.float32),
+        parent=np.where(slots == 0, -1, 0).astype(np.int32),
+        agent=np.where(slots == 0, -1, 0).astype(np.int32),
+        graded=slots > 0,
+        length=np.full(len(slots), BUDGET, np.int32),
+    )
+    samples = []
+    for slot in slots[1:]:
+        lp = rng.normal(-4, 0.1, BUDGET).astype(np.float32)
+        prompt, tokens = rng.integers(0, 64, 5 + slot % 4), rng.integers(0, 64, BUDGET)
+        samples.append(Sample("tree", int(slot), prompt, tokens, lp, lp, lp))
+    return make_batch(samples, {"tree": tree}, micro_batch_size=ROWS)[0]
+
+
+def requests(round_: int) -> list[Request]:
+    draw = np.random.default_rng
+    return [
+        Request(i, draw(i).integers(2, 64, 2 + i).astype(np.int32), np.asarray([round_, i], np.uint32), sampling)
+        for i in range(10)
+        for sampling in [SamplingParams(max_new_tokens=6, top_p=1.0 if i % 2 else 0.9)]
+    ]
+
+
+def measure(mesh, scan_unroll: int) -> dict:
+    """Two updates and two rounds of decoding on a mesh, or on one device without any."""
+    model = init_decoder(CONFIG, jax.random.key(0), mesh)
+    first = [np.asarray(x) for x in jax.tree.leaves(nnx.state(model))]
+    learning, optimizer = default_config().learning, agent_config().optimizer
+    learning.scan_unroll = scan_unroll
+    # With these the first moment after one update is half the gradient, and no rounding is blown up.
+    optimizer.update(b1=DECAY, learning_rate=1e-3, eps=1e-3, max_grad_norm=1e9)
+    learner = Learner.create(model, learning, optimizer, temperature=1.0, budget=BUDGET)
+    batch, state = tree_batch(), learner.init(nnx.state(model))
+    if mesh is not None:
+        batch = dataclasses.replace(batch, samples=jax.device_put(batch.samples, rows(mesh, leading=1)))
+    scores = learner.score(state.params, jax.tree.map(lambda x: x[0], batch.samples.rows))
+    program, before = learner.program(state), jax.tree.map(lambda x: x.sharding, state)
+    state, metrics, _ = program(state, batch)
+    gradient = [np.asarray(x) / DECAY for x in jax.tree.leaves(optax.tree.get(state.opt_state, "mu"))]
+    loss = float(metrics["loss"])
+    state, _, _ = program(state, batch)
+
+    engine = Engine(nnx.merge(nnx.graphdef(model), state.params), slots=8, chunk=4, capacity=64, stop_ids=(0,))
+    compiled, rounds = [], []
+    for round_ in range(2):
+        for request in requests(round_):
+            engine.submit(request)
+        done = {}
+        while engine.pending:
+            cache = engine._cache
+            for c in engine.step():
+                done[c.id] = (c.tokens.tolist(), c.logprobs)
+        rounds.append([done[i] for i in sorted(done)])
+        compiled.append(programs.compilations())
+        engine.reset()
+    layer = state.params["blocks"][0]
+    split = {
+        "qkv": layer["attention"]["qkv"][...],
+        "up": layer["mlp"]["up"][...],
+        "embedding": state.params["embedding"][...],
+        "moment": optax.tree.get(state.opt_state, "mu")["blocks"][0]["mlp"]["up"][...],
+        "cache": cache[0].key,
+    }
+    return dict(
+        first=first,
+        scores=np.asarray(scores),
+        loss=loss,
+        gradient=gradient,
+        tokens=[[tokens for tokens, _ in r] for r in rounds],
+        logprobs=np.concatenate([lp for r in rounds for _, lp in r]),
+        parts={name: [list(x.shape), list(x.addressable_shards[0].data.shape)] for name, x in split.items()},
+        stays=before == jax.tree.map(lambda x: x.sharding, state),
+        update_programs=program._cache_size(),
+        new_programs=compiled[1] - compiled[0],
+    )
 
 
 def main() -> None:
-    folder, workdir, *sizes = sys.argv[1:]
-    data, fsdp, tensor = map(int, sizes)
-    config = mesh_config(pathlib.Path(folder))
-    config.mesh.update(data=data, fsdp=fsdp, tensor=tensor)
-    frozen = FrozenConfigDict(config)
-    for _ in range(2):
-        train(frozen, workdir, Console(file=sys.stderr))
-    np.savez(pathlib.Path(workdir) / "state.npz", **weights(workdir))
-    team = Setup.check(frozen).team(learn=False)
-    block = team[0].engine.params["blocks"][0]
-    shards = {}
-    for name, weight in (("qkv", block["attention"]["qkv"]), ("up", block["mlp"]["up"])):
-        array = weight[...]
-        shards[name] = [list(array.shape), list(array.addressable_shards[0].data.shape)]
-    print(json.dumps({"devices": jax.device_count(), "shards": shards}))
+    one = measure(None, 0)
+    for number, sizes in enumerate(sys.argv[1:]):
+        print(f"--- mesh {sizes}", file=sys.stderr, flush=True)
+        mesh = make_mesh(dict(zip(MESH_AXES, map(int, sizes.split(",")), strict=True)))
+        with jax.set_mesh(mesh):
+            got = measure(mesh, number % 2)
+        gap = lambda a, b: max(float(jnp.abs(x - y).max()) for x, y in zip(a, b, strict=True))
+        told = {name: got[name] for name in ("parts", "stays", "update_programs", "new_programs")}
+        told |= dict(
+            same_weights=all((a == b).all() for a, b in zip(one["first"], got["first"], strict=True)),
+            same_tokens=one["tokens"] == got["tokens"],
+            loss=abs(one["loss"] - got["loss"]),
+            scale=max(float(np.abs(g).max()) for g in one["gradient"]),
+            gradient=gap(one["gradient"], got["gradient"]),
+            scores=gap([one["scores"]], [got["scores"]]),
+            logprobs=gap([one["logprobs"]], [got["logprobs"]]) if one["tokens"] == got["tokens"] else None,
+        )
+        print(json.dumps(told), flush=True)
 
 
 if __name__ == "__main__":

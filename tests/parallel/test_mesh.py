@@ -15,7 +15,7 @@ from rich.console import Console
 
 from mars2_jax.errors import ConfigError
 from mars2_jax.models.weights import abstract_decoder
-from mars2_jax.parallel.mesh import make_mesh, param_shardings
+from mars2_jax.parallel.mesh import constrain, make_mesh, param_shardings, partition_spec
 from mars2_jax.training.checkpoint import Checkpointer
 from mars2_jax.training.trainer import train
 from tests.models.tiny import TINY
@@ -49,12 +49,11 @@ def one_device(tmp_path_factory):
     return folder, weights(folder / "one")
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 4, 2)])
-def test_a_step_on_eight_devices_equals_one_on_one(one_device, tmp_path, sizes):
-    folder, expected = one_device
+def on_eight_devices(module: str, *arguments: str) -> subprocess.CompletedProcess:
+    """Runs a module of this folder in a process that has eight devices."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.parallel.eight_devices", str(folder), str(tmp_path), *map(str, sizes)],
+        [sys.executable, "-m", f"tests.parallel.{module}", *arguments],
         cwd=ROOT,
         env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
         capture_output=True,
@@ -62,16 +61,93 @@ def test_a_step_on_eight_devices_equals_one_on_one(one_device, tmp_path, sizes):
         timeout=280,
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
-    _, fsdp, tensor = sizes
-    assert told["devices"] == 8
-    (whole, part), (up, up_part) = told["shards"]["qkv"], told["shards"]["up"]
-    assert part == [whole[0] // tensor, whole[1], whole[2], whole[3] // fsdp]
-    assert up_part == [up[0] // tensor, up[1] // fsdp]
+    return done
+
+
+def test_a_training_step_on_eight_devices_equals_one_on_one(one_device, tmp_path):
+    folder, expected = one_device
+    on_eight_devices("team_on_mesh", str(folder), str(tmp_path), "2", "2", "2")
     got = np.load(tmp_path / "state.npz")
     assert set(got) == set(expected)
     for name, value in expected.items():
         np.testing.assert_allclose(got[name], value, atol=1e-5, err_msg=name)
+
+
+MESHES = [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4)]
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """What `eight_devices` says of each mesh, and what XLA had to complain about it."""
+    done = on_eight_devices("eight_devices", *(",".join(map(str, sizes)) for sizes in MESHES))
+    complaints = done.stderr.split("--- mesh ")[1:]
+    lines = map(json.loads, done.stdout.splitlines())
+    return {sizes: (told, said) for sizes, told, said in zip(MESHES, lines, complaints, strict=True)}
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+def test_loss_and_gradients_equal_those_of_one_device(measured, sizes):
+    told, _ = measured[sizes]
+    assert told["same_weights"]
+    assert told["scale"] > 1e-2
+    assert told["loss"] < 1e-5 and told["gradient"] < 1e-5 and told["scores"] < 1e-5
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+def test_decoding_equals_that_of_one_device(measured, sizes):
+    told, _ = measured[sizes]
+    assert told["same_tokens"]
+    assert told["logprobs"] < 1e-5
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+def test_weights_optimizer_and_cache_are_really_split(measured, sizes):
+    _, fsdp, tensor = sizes
+    parts = measured[sizes][0]["parts"]
+    for name, cut in {
+        "qkv": [tensor, 1, 1, fsdp],
+        "up": [tensor, fsdp],
+        "moment": [tensor, fsdp],
+        "embedding": [tensor, fsdp],
+        "cache": [sizes[0] * fsdp, tensor, 1, 1],
+    }.items():
+        whole, part = parts[name]
+        assert part == [n // k for n, k in zip(whole, cut, strict=True)], name
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+def test_nothing_moves_and_nothing_is_compiled_twice(measured, sizes):
+    told, complaints = measured[sizes]
+    assert told["stays"]
+    assert told["update_programs"] == 1 and told["new_programs"] == 0
+    # XLA's word for an array that it copies to every device because it cannot get from one sharding to the next.
+    assert "full rematerialization" not in complaints
+
+
+def test_two_axes_of_an_array_on_one_mesh_axis_are_an_error():
+    mesh = AbstractMesh((1, 1, 2), ("data", "fsdp", "tensor"))
+    with pytest.raises(ValueError, match="'kv_heads' and 'mlp' of one array .* both lie on the mesh axis 'tensor'"):
+        partition_spec(mesh, ("kv_heads", None, "mlp"), (2, 3, 4))
+    with pytest.raises(ValueError, match="'rows' and 'embed' of one array"):
+        partition_spec(mesh, ("rows", "embed"), (2, 4))
+    with pytest.raises(ValueError, match="'heads' is not in the rule table"):
+        partition_spec(mesh, ("heads",), (2,))
+    bad = nnx.State({"weight": nnx.Param(jax.ShapeDtypeStruct((4, 4), np.float32), axes=("mlp", "vocab"))})
+    with pytest.raises(ValueError, match="change one of them in parallel.mesh.RULES"):
+        param_shardings(mesh, bad)
+
+
+def test_rows_are_split_over_as_many_mesh_axes_as_divide_them():
+    mesh = AbstractMesh((2, 4, 1), ("data", "fsdp", "tensor"))
+    spec = lambda n: partition_spec(mesh, ("rows", "kv_heads", None), (n, 4, 8))
+    assert spec(16) == PartitionSpec(("data", "fsdp"))
+    assert spec(4) == PartitionSpec("data")
+    assert spec(3) == PartitionSpec()
+
+
+def test_without_a_mesh_nothing_is_constrained():
+    x = np.ones((4, 4))
+    assert constrain(x, "rows", None) is x
 
 
 def test_axes_that_do_not_divide_are_replicated():
