@@ -22,7 +22,7 @@ _INSTRUCTION = re.compile(r"(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r" ?([a-z][a-z0-9\-]*)\(")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _NAME = re.compile(r"%([\w.\-]+)")
-_BRACKET = re.compile(r'[()"]')
+_BRACKET = re.compile(r'\\.|[()"]')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,24 +170,34 @@ def parse(text: str) -> Module:
       ValueError: no entry computation, or a line of another form.
     """
     computations: dict[str, Computation] = {}
-    entry, name, root = "", "", ""
-    current: dict[str, Instruction] | None = None
+    entry, name = "", ""
+    lines: list[str] | None = None
     for line in text.splitlines():
-        if current is None:
+        if lines is None:
             if header := _HEADER.match(line):
-                name, current = header[2], {}
+                name, lines = header[2], []
                 entry = name if header[1] else entry
-        elif line.startswith("}"):
-            computations[name] = Computation(name, current, root)
-            current = None
-        elif line.strip():
-            is_root, instruction = _instruction(_COMMENT.sub("", line.strip()))
-            current[instruction.name] = instruction
-            root = instruction.name if is_root else root
+        elif line == "}":
+            computations[name] = _computation(name, lines)
+            lines = None
+        elif line.startswith("  "):
+            lines.append(line.strip())
+        elif line:
+            # The attributes of hand-written kernels hold line breaks.
+            lines[-1] += line
     if not entry:
         raise ValueError("the text holds no entry computation: it is no compiled XLA program")
     devices = re.search(r"\bnum_partitions=(\d+)", text.split("\n", 1)[0])
     return Module(computations, entry, int(devices[1]) if devices else 1)
+
+
+def _computation(name: str, lines: list[str]) -> Computation:
+    instructions, root = {}, ""
+    for line in lines:
+        is_root, instruction = _instruction(_COMMENT.sub("", line))
+        instructions[instruction.name] = instruction
+        root = instruction.name if is_root else root
+    return Computation(name, instructions, root)
 
 
 def _instruction(line: str) -> tuple[bool, Instruction]:

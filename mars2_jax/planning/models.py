@@ -68,7 +68,7 @@ def _of_hub(path: str) -> tuple[ModelConfig, str]:
         if name not in _SHIPPED:
             reason = str(e).splitlines()[0] if str(e) else repr(e)
             raise ModelError(
-                f"model {path!r}: its config.json could not be read from the hub ({reason}); give a folder that holds it"
+                f"model {path!r}: its config.json could not be read from the hub ({reason}); give a folder that has it"
             ) from e
         return _SHIPPED[name], "the table of mars2_jax.planning.models; the hub could not be asked"
     return ModelConfig.from_hf(pathlib.Path(file).parent), f"config.json of {path}"

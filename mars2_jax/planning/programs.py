@@ -136,7 +136,7 @@ class _AgentPlan:
 
     def _prompt_memory(self) -> Any:
         """The prompts that the engine keeps prefilled, one row each, when their room is full."""
-        tokens = self.run.rollout.slots * self.capacity
+        tokens = self.run.rollout.prompt_memory or self.run.rollout.slots * self.capacity
         entries = jax.eval_shape(lambda: kv.empty(self.model, 1, tokens, self.weights_dtype))
         return jax.tree.map(lambda x: _shape(x, x.dtype, placed(self.mesh, kv.AXES, x.shape)), entries)
 

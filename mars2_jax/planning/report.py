@@ -62,7 +62,8 @@ class Plan:
         """One line."""
         spare = self.chip.hbm - self.needed
         program = f"{self.largest.program.kind} of {', '.join(self.largest.program.agents)}"
-        sum_ = f"{_gib(self.resident)} stay and {_gib(self.largest.needed)} are needed by {program}, of {_gib(self.chip.hbm)}"
+        parts = f"{_gib(self.resident)} stay, the {program} needs {_gib(self.largest.needed)} more"
+        sum_ = f"{parts}, the chip has {_gib(self.chip.hbm)}"
         if self.fits:
             return f"fits {self.topology} with {_gib(spare)} a device to spare: {sum_}"
         return f"does not fit {self.topology} by {_gib(-spare)} a device: {sum_}"

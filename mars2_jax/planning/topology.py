@@ -15,13 +15,15 @@ from mars2_jax.planning.chips import CHIPS, Chip
 
 __all__ = ["topology_devices"]
 
-# libtpu asks the cloud's metadata server which machine it is on, and complains when nobody answers. What it is told here
-# has no influence on the topology that it is asked for.
+# libtpu asks the cloud's metadata server which machine it is on, and complains when nobody answers. What it is told
+# here has no influence on the topology that it is asked for.
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v4-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_MIN_LOG_LEVEL": "3",
+    # It lets one process use the TPUs of a machine. This one uses none.
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
 _AXES = {"v4": 3, "v5p": 3, "v5e": 2, "v6e": 2}
@@ -40,12 +42,14 @@ def topology_devices(name: str) -> tuple[Chip, Sequence[jax.Device]]:
     match = re.fullmatch(r"(\w+):(\d+(?:x\d+)+)", name)
     if match is None or match[1] not in CHIPS:
         raise PlanError(
-            f"--topology={name} is unknown: write <chip>:<shape>, such as v5e:4x4 or v5p:4x4x4, with a chip of {', '.join(CHIPS)}"
+            f"--topology={name} is unknown: write <chip>:<shape>, such as v5e:4x4 or v5p:4x4x4; the chips are "
+            f"{', '.join(CHIPS)}"
         )
     kind, shape = match[1], [int(size) for size in match[2].split("x")]
     if len(shape) != _AXES[kind]:
         raise PlanError(
-            f"--topology={name} is unknown: the shape of a {kind} has {_AXES[kind]} sizes, as in {kind}:{'x'.join('4' * _AXES[kind])}"
+            f"--topology={name} is unknown: the shape of a {kind} has {_AXES[kind]} sizes, as in "
+            f"{kind}:{'x'.join('4' * _AXES[kind])}"
         )
     if importlib.util.find_spec("libtpu") is None:
         raise PlanError("libtpu, the TPU compiler, is not installed: pip install 'mars2_jax[tpu]'")

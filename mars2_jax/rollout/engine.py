@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, Sharding
@@ -20,7 +19,6 @@ from mars2_jax.models.buckets import bucket
 from mars2_jax.models.decoder import Decoder
 from mars2_jax.parallel.mesh import placed, row_shards
 from mars2_jax.rollout import programs
-from mars2_jax.rollout.sampling import SamplerRows
 from mars2_jax.rollout.types import Completion, Finish, Request
 
 __all__ = ["SHORTEST", "Engine", "prefill_rows"]

@@ -141,6 +141,7 @@ class Agent:
             capacity=longest_sequence(run),
             stop_ids=model.tokenizer.stop_ids,
             detokenize=model.tokenizer.decode,
+            prompt_memory=rollout.prompt_memory or None,
         )
         params = nnx.state(decoder)
         if config.trainable:

@@ -1,0 +1,164 @@
+"""Plans of a tiny team, compiled for the smallest topology as the command does it; and what is said of mistakes."""
+
+import importlib.util
+import io
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+from ml_collections import FrozenConfigDict
+from rich.console import Console
+
+from mars2_jax.config import agent_config, default_config, validate
+from mars2_jax.errors import ConfigError, ModelError, PlanError
+from mars2_jax.planning.plan import make_plan
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+
+MODEL = dict(
+    model_type="qwen3",
+    vocab_size=256,
+    hidden_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=128,
+    intermediate_size=256,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=2**20,
+)
+
+
+def tiny(folder, **rollout):
+    """Two agents of one architecture; the second one does not learn."""
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    config = default_config()
+    for name in ("student", "frozen"):
+        config.agents[name] = agent_config()
+        config.agents[name].model.path = str(folder)
+    config.agents.frozen.trainable = False
+    config.mesh.update(data=1, fsdp=2, tensor=2)
+    config.rollout.update(slots=4, max_prompt_tokens=64, max_new_tokens=64, **rollout)
+    config.learning.update(train_batch_size=4, micro_batch_size=2, remat="layer", scan_unroll=1)
+    validate(config)
+    return FrozenConfigDict(config)
+
+
+def written(config, folder):
+    """A config file that the command reads."""
+    path = folder / "config_file.py"
+    path.write_text(
+        "from ml_collections import ConfigDict\n"
+        f"def get_config():\n    return ConfigDict({config.to_dict()!r})\n"
+    )
+    return path
+
+
+def run(config, folder, *options):
+    return subprocess.run(
+        [sys.executable, "-m", "mars2_jax.plan", f"--config={written(config, folder)}", *options],
+        cwd=ROOT,
+        env={**os.environ, "JAX_PLATFORMS": "tpu,cpu"},  # the command must not try to take a TPU
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+@pytest.fixture(scope="module")
+def fitting(tmp_path_factory):
+    """The command on a team that fits: its result, and the plan it wrote."""
+    folder = tmp_path_factory.mktemp("plan")
+    done = run(tiny(folder), folder, "--topology=v5e:2x2", f"--json={folder / 'plan.json'}")
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done, json.loads((folder / "plan.json").read_text())
+
+
+@needs_libtpu
+def test_a_team_that_fits(fitting):
+    done, plan = fitting
+    assert plan["fits"] and plan["needed_bytes"] < plan["chip"]["hbm"]
+    assert done.stderr == ""
+    assert "fits v5e:2x2 with 15." in done.stdout.splitlines()[-1] + done.stdout.splitlines()[-2]
+
+
+@needs_libtpu
+def test_each_program_is_compiled_once(fitting):
+    programs = fitting[1]["programs"]
+    assert [(p["kind"], p["agents"]) for p in programs] == [
+        ("prefill", ["student", "frozen"]),
+        ("decode", ["student", "frozen"]),
+        ("score", ["student"]),
+        ("update", ["student"]),
+    ]
+    # Updates and decoding put their results where their arguments were.
+    update, decode = programs[3]["memory"], programs[1]["memory"]
+    assert update["aliased"] > 0.9 * update["outputs"]
+    assert decode["aliased"] > 0.9 * decode["outputs"]
+
+
+@needs_libtpu
+def test_costs_follow_from_the_sizes(fitting):
+    costs = {p["kind"]: p["cost"] for p in fitting[1]["programs"]}
+    d, f, v, layers, heads, group = 128, 256, 256, 2, 4, 4 + 2 * 2
+    weights = layers * (d * group * 128 + heads * 128 * d + 3 * d * f)
+    # One token of each of four slots, on four devices: the weights, the head, and attention over 128 entries.
+    decode = costs["decode"]["iteration"]["flops"]
+    expected = 4 * 2 * (weights + d * v + layers * heads * 2 * 128 * 128) / 4
+    assert decode == pytest.approx(expected, rel=0.05)
+    # Forward, again (remat), and two matmuls backward for each; rows of 128 tokens. The kernels of attention come on top.
+    update = costs["update"]["once"]
+    expected = 4 * 2 * (4 * 128 * weights + 3 * 64 * d * v) / 4
+    assert update["flops"] == pytest.approx(expected, rel=0.15)
+    assert update["unknown_kernels"] == 0
+    assert update["collectives"]["all-gather"]["count"] > 0
+
+
+@needs_libtpu
+def test_residents(fitting):
+    residents = {(r["agent"], r["what"]): r["bytes"] for r in fitting[1]["residents"]}
+    master = residents["student", "master weights"]
+    assert residents["student", "optimizer state"] == pytest.approx(2 * master, rel=1e-3)
+    assert residents["student", "reference weights"] == master == 2 * residents["student", "engine weights"]
+    # 4 slots x 128 tokens, keys and values of 2 heads of 128 in 2 layers, bfloat16, in four parts.
+    assert residents["frozen", "key-value cache"] == 4 * 128 * 2 * 2 * 128 * 2 * 2 / 4
+    assert ("frozen", "master weights") not in residents
+
+
+@needs_libtpu
+def test_a_team_that_does_not_fit(tmp_path):
+    config = tiny(tmp_path, prompt_memory=2**26)
+    done = run(config, tmp_path, "--topology=v5e:2x2", f"--json={tmp_path / 'plan.json'}")
+    assert done.returncode == 1, done.stderr + done.stdout
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    over = (plan["needed_bytes"] - plan["chip"]["hbm"]) / 2**30
+    # 64 Mi tokens of 2 KiB, split over the heads only, of two agents.
+    assert over == pytest.approx(2 * 64 - 15.75, abs=0.5)
+    told = re.search(r"does not fit v5e:2x2 by ([\d.]+) GiB a device", " ".join(done.stdout.split()))
+    assert float(told[1]) == pytest.approx(over, abs=0.01)
+
+
+@needs_libtpu
+def test_mistakes_are_told(tmp_path):
+    config = tiny(tmp_path)
+    quiet = Console(file=io.StringIO())
+    with pytest.raises(PlanError, match="v7:2x2 is unknown: write"):
+        make_plan(config, "v7:2x2", console=quiet)
+    with pytest.raises(PlanError, match="unknown to libtpu"):
+        make_plan(config, "v5e:3x3", console=quiet)
+    with pytest.raises(ConfigError, match="does not cover 8 devices"):
+        make_plan(config, "v5e:2x4", console=quiet)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"config\.json"):
+        make_plan(config, "v5e:2x2", console=quiet)
+
+
+def test_without_libtpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(PlanError, match=r"pip install 'mars2_jax\[tpu\]'"):
+        make_plan(tiny(tmp_path), "v5e:2x2", console=Console(file=io.StringIO()))
