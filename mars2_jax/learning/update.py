@@ -107,8 +107,8 @@ class Learner:
         """
         if temperature <= 0:
             raise ConfigError(f"rollout.temperature={temperature} must be above 0 to train: greedy text has no ratio")
-        # Fails on a bad buffer now, not at the first update. Traced only: the mesh in context may be of devices that are
-        # compiled for and not there.
+        # Fails on a bad buffer now, not at the first update. Only traced: the mesh in context may be of devices that
+        # this process compiles for and does not have.
         penalty = functools.partial(
             overlong_penalty, budget=budget, buffer=learning.overlong_buffer, factor=learning.overlong_factor
         )

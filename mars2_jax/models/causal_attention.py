@@ -135,18 +135,24 @@ def _splash(
     kernel = splash.make_splash_mha(
         splash.MultiHeadMask([splash.CausalMask((length + padding,) * 2)] * heads),
         block_sizes=splash.BlockSizes(
-            **dict.fromkeys(["block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"], block)
+            block_q=block,
+            block_kv=block,
+            block_q_dkv=block,
+            block_kv_dkv=block,
+            block_q_dq=block,
+            block_kv_dq=block,
         ),
         head_shards=1,
         q_seq_shards=1,
         residual_checkpoint_name=ATTENTION_OUTPUT,
         interpret=interpret,
     )
+    ids = None
     if segments is not None:
         # Padding is after every token, and whatever its segment, causality hides it.
-        segments = jnp.pad(segments, ((0, 0), (0, padding)))
-        segments = splash.SegmentIds(segments, segments)
-    mixed = jax.vmap(kernel)(by_head(query * query.shape[-1] ** -0.5), by_head(key), by_head(value), segments)
+        padded = jnp.pad(segments, ((0, 0), (0, padding)))
+        ids = splash.SegmentIds(padded, padded)
+    mixed = jax.vmap(kernel)(by_head(query * query.shape[-1] ** -0.5), by_head(key), by_head(value), ids)
     return mixed[:, :, :length].swapaxes(1, 2).reshape(query.shape)
 
 

@@ -173,6 +173,7 @@ class Decoder(nnx.Module):
         *,
         remat: str = "none",
         scan_unroll: int = 0,
+        few_tokens: bool = False,
     ) -> tuple[Float[Array, "batch length embed"], Any]:
         """The hidden states after the final norm, and what `attend` returned for each layer.
 
@@ -182,20 +183,24 @@ class Decoder(nnx.Module):
           attend: how each layer attends.
           remat: see `__call__`.
           scan_unroll: see `__call__`.
+          few_tokens: on a mesh, False gathers the weights that fsdp has split and splits the activations by rows; True,
+            for decoding, leaves the weights where they are and gives every device all activations, which are smaller.
 
         Returns:
           The states, and a list over the layers; under a scan one tree whose arrays have a leading axis of layers.
         """
         angles = positions[..., None].astype(jnp.float32) * rope_frequencies(self.config)
         sin, cos = jnp.sin(angles), jnp.cos(angles)
-        # Gathered over fsdp before the lookup: the rows that come out are split over fsdp themselves.
-        table = constrain(self.embedding[...], "vocab", None)
-        x = constrain(table[tokens].astype(self.dtype), "rows", None, None)
+        table, rows = self.embedding[...], None if few_tokens else "rows"
+        if not few_tokens:
+            # Gathered over fsdp before the lookup: the rows that come out are split over fsdp themselves.
+            table = constrain(table, "vocab", None)
+        x = constrain(table[tokens].astype(self.dtype), rows, None, None)
         structure = nnx.graphdef(self.blocks[0])
 
         def layer(x: jax.Array, weights: nnx.State, index: Any) -> tuple[jax.Array, Any]:
             x, extra = nnx.merge(structure, weights)(x, sin, cos, functools.partial(attend, index))
-            return constrain(x, "rows", None, None), extra
+            return constrain(x, rows, None, None), extra
 
         weights = [nnx.state(block) for block in self.blocks]
         if scan_unroll:
@@ -242,11 +247,15 @@ class Decoder(nnx.Module):
         hidden, _ = self.run(tokens, positions, attend, remat=remat, scan_unroll=scan_unroll)
         return hidden
 
-    def logits(self, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
-        """Scores of the next token, in float32."""
+    def logits(self, hidden: Float[Array, "*batch embed"], *, few_tokens: bool = False) -> Float[Array, "*batch vocab"]:
+        """Scores of the next token, in float32. `few_tokens` as in `run`."""
         table = self.embedding if self.head is None else self.head
         weight = table[...].astype(hidden.dtype)
-        return jnp.einsum("...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32)
+        if not few_tokens:
+            # Gathered over fsdp here, or its gradient would gather the logits' cotangent of all rows instead.
+            weight = constrain(weight, "vocab", None)
+        scores = jnp.einsum("...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32)
+        return constrain(scores, "rows", *(None,) * (scores.ndim - 2), "vocab") if scores.ndim > 1 else scores
 
 
 def _rematerialised(layer: Callable[..., Any], remat: str, *, prevent_cse: bool) -> Callable[..., Any]:

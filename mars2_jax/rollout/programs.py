@@ -133,12 +133,14 @@ def decode(
 
         def attend(layer, query, key, value):
             longer = kv.append(cache[layer], key, value, slots.length)
-            return kv.cached_attention(query, longer, mask), longer
+            mixed = kv.cached_attention(query, longer, mask)
+            # The cache is split over the slots; the little that comes out goes to every device, see `few_tokens`.
+            return constrain(mixed, None, None, "kv_heads", None, None), longer
 
-        hidden, longer = decoder.run(slots.token[:, None], slots.length[:, None], attend)
+        hidden, longer = decoder.run(slots.token[:, None], slots.length[:, None], attend, few_tokens=True)
         # An idle slot must not hold the others to the filters of a request that has left it.
         sampler = jax.tree.map(lambda x, plain: jnp.where(slots.active, x, plain), slots.sampler, PLAIN)
-        token, logprob, score = sample(decoder.logits(hidden[:, 0]), slots.key, slots.made, sampler)
+        token, logprob, score = sample(decoder.logits(hidden[:, 0], few_tokens=True), slots.key, slots.made, sampler)
         stop = (token[:, None] == stop_ids).any(-1)
         write = lambda old, new: jax.lax.dynamic_update_slice(old, new[:, None], (0, j))
         out = Emitted(

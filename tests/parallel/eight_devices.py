@@ -83,11 +83,11 @@ def measure(mesh, scan_unroll: int) -> dict:
             engine.submit(request)
         done = {}
         while engine.pending:
-            cache = engine._cache
             for c in engine.step():
                 done[c.id] = (c.tokens.tolist(), c.logprobs)
         rounds.append([done[i] for i in sorted(done)])
         compiled.append(programs.compilations())
+        cache = engine._cache
         engine.reset()
     layer = state.params["blocks"][0]
     split = {

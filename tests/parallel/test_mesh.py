@@ -51,7 +51,9 @@ def one_device(tmp_path_factory):
 
 def on_eight_devices(module: str, *arguments: str) -> subprocess.CompletedProcess:
     """Runs a module of this folder in a process that has eight devices."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    # What is compiled here runs once or twice: the time goes into compilation.
+    quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 {quick}"
     done = subprocess.run(
         [sys.executable, "-m", f"tests.parallel.{module}", *arguments],
         cwd=ROOT,
