@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-__all__ = ["CHIPS", "Chip"]
+__all__ = ["CHIPS", "GIB", "Chip"]
 
 GIB = 2**30
+"""Bytes."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from mars2_jax.planning.cost import Account, account
 from mars2_jax.planning.hlo import parse
 from mars2_jax.planning.programs import Program
 
-__all__ = ["Memory", "Outcome", "compile_program"]
+__all__ = ["Memory", "Outcome", "compile_program", "refused_bytes"]
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -57,11 +57,12 @@ def compile_program(program: Program) -> Outcome:
     try:
         compiled = program.lower().compile()
     except jax.errors.JaxRuntimeError as error:
-        needed = _refused(str(error), program.resident)
+        needed = refused_bytes(str(error), program.resident)
         if needed is None:
             raise
         return Outcome(program, None, needed, None)
-    stats = compiled.memory_analysis()
+    stats, text = compiled.memory_analysis(), compiled.as_text()
+    assert stats is not None and text is not None  # the TPU compiler has both
     memory = Memory(
         arguments=stats.argument_size_in_bytes,
         outputs=stats.output_size_in_bytes,
@@ -71,10 +72,10 @@ def compile_program(program: Program) -> Outcome:
     )
     brought = max(0, memory.arguments - program.resident)
     needed = brought + memory.outputs - memory.aliased + memory.temporaries + memory.code
-    return Outcome(program, memory, needed, account(parse(compiled.as_text())))
+    return Outcome(program, memory, needed, account(parse(text)))
 
 
-def _refused(message: str, resident: int) -> int | None:
+def refused_bytes(message: str, resident: int) -> int | None:
     """Bytes needed beside the resident ones, from the compiler's message; None where it complains of something else."""
     if "RESOURCE_EXHAUSTED" not in message:
         return None

@@ -34,8 +34,8 @@ _COLLECTIVES = {
     "collective-broadcast": (lambda n: 1, lambda n: 1),
 }
 
-# Matmuls of scores' size that an attention kernel makes, by the start of its name: forward two (the scores, their product
-# with the values); backward the scores again, and one for each gradient and for that of the scores.
+# Matmuls of scores' size that an attention kernel makes, by the start of its name: forward two (the scores, and their
+# product with the values); backward the scores again, and one for each gradient and for that of the scores.
 _KERNELS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
 
 _FREE = frozenset(

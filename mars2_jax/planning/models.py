@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 
 from mars2_jax.errors import ModelError
@@ -10,11 +11,20 @@ from mars2_jax.models.files import GGUFCheckpoint, find
 
 __all__ = ["model_shape"]
 
-_QWEN3 = dict(
-    kv_heads=8, head_dim=128, rope_theta=1e6, norm_eps=1e-6, qk_norm=True, vocab_size=151_936, max_length=40_960
+_QWEN3_8B = ModelConfig(
+    vocab_size=151_936,
+    embed_dim=4096,
+    layers=36,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    mlp_dim=12_288,
+    rope_theta=1e6,
+    norm_eps=1e-6,
+    qk_norm=True,
+    max_length=40_960,
 )
-_QWEN3_8B = ModelConfig(embed_dim=4096, layers=36, heads=32, mlp_dim=12_288, **_QWEN3)
-_QWEN3_14B = ModelConfig(embed_dim=5120, layers=40, heads=40, mlp_dim=17_408, **_QWEN3)
+_QWEN3_14B = dataclasses.replace(_QWEN3_8B, embed_dim=5120, layers=40, heads=40, mlp_dim=17_408)
 
 # What the config.json of these models says; AReaL-boba-2 are further trainings of Qwen3.
 _SHIPPED = {

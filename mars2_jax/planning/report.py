@@ -82,63 +82,66 @@ class Plan:
             console.print(f"{agent}: {path} (shape from {source})", highlight=False)
         console.print(self._memory_table())
         console.print(self._cost_table())
+        console.print(self._collectives_table())
         console.print(self._resident_table())
         console.print(
-            "Costs are a device's. FLOPs are of matmuls; the time is the least that the chip's nominal rates allow. "
-            "Loops count as often as they run; decoding is told for one token of each slot.",
+            "FLOPs are of matmuls, without padding; + marks kernels whose FLOPs are not known. The time is the least "
+            "that the chip's nominal rates allow, all overlapping. Loops count as often as they run; decoding is told "
+            "for one token of each slot.",
             highlight=False,
         )
         console.print(self.verdict(), style="green" if self.fits else "red", highlight=False)
 
     def _memory_table(self) -> Table:
-        table = Table(title="Memory a device, GiB", title_justify="left")
-        for column in ("program", "agents", "size"):
-            table.add_column(column)
-        for column in ("arguments", "outputs", "of them in place", "temporaries"):
-            table.add_column(column, justify="right")
+        table = Table(title="Memory of each program, GiB a device", title_justify="left")
+        table.add_column("program")
+        for column in ("arguments", "outputs", "in place", "temporaries"):
+            table.add_column(column, justify="right", no_wrap=True)
         for outcome in self.outcomes:
             program, memory = outcome.program, outcome.memory
+            title = f"{program.kind} of {', '.join(program.agents)}\n{program.size}"
             if memory is None:
-                refused = f"needs {_number(outcome.needed)} more"
-                table.add_row(program.kind, ", ".join(program.agents), program.size, "", "", "", refused, style="red")
+                table.add_row(title, "refused:", "needs", _number(outcome.needed), "more", style="red")
                 continue
             values = (memory.arguments, memory.outputs, memory.aliased, memory.temporaries)
-            table.add_row(program.kind, ", ".join(program.agents), program.size, *map(_number, values))
+            table.add_row(title, *map(_number, values))
         return table
 
     def _cost_table(self) -> Table:
-        table = Table(title="Cost of one run", title_justify="left")
-        for column in ("program", "agents"):
-            table.add_column(column)
-        for column in ("TFLOPs", "memory GB", "sent GB"):
-            table.add_column(column, justify="right")
-        table.add_column("collectives: count, payload GB")
-        for column in ("least time", "bound by"):
-            table.add_column(column, justify="right")
+        table = Table(title="Cost of one run of each, of a device", title_justify="left")
+        table.add_column("program")
+        for column in ("TFLOPs", "memory GB", "sent GB", "least time", "bound by"):
+            table.add_column(column, justify="right", no_wrap=True)
         for outcome in self.outcomes:
             if (cost := _unit_cost(outcome)) is None:
                 continue
             seconds, bound = cost.roofline(self.chip)
-            name = outcome.program.kind + (" (a token)" if _per_iteration(outcome) else "")
-            flops = f"{cost.flops / 1e12:,.3g}" + ("+" if cost.unknown_kernels else "")
-            collectives = ", ".join(
-                f"{kind} {traffic.count:,}, {traffic.payload / 1e9:,.3g}"
-                for kind, traffic in sorted(cost.collectives.items())
-            )
             table.add_row(
-                name,
-                ", ".join(outcome.program.agents),
-                flops,
+                _title(outcome),
+                f"{cost.flops / 1e12:,.3g}" + ("+" if cost.unknown_kernels else ""),
                 f"{cost.hbm_bytes / 1e9:,.3g}",
                 f"{cost.sent / 1e9:,.3g}",
-                collectives or "none",
                 _duration(seconds),
                 bound,
             )
         return table
 
+    def _collectives_table(self) -> Table:
+        table = Table(title="Collectives of one run of each", title_justify="left")
+        for column in ("program", "kind"):
+            table.add_column(column)
+        for column in ("count", "payload GB", "sent GB"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for outcome in self.outcomes:
+            title = _title(outcome)
+            for kind, traffic in sorted((_unit_cost(outcome) or Cost()).collectives.items()):
+                sizes = (f"{size / 1e9:,.3g}" for size in (traffic.payload, traffic.sent))
+                table.add_row(title, kind, f"{traffic.count:,}", *sizes)
+                title = ""
+        return table
+
     def _resident_table(self) -> Table:
-        table = Table(title="What stays on a device, GiB", title_justify="left")
+        table = Table(title="What stays between programs, GiB a device", title_justify="left")
         agents = list(dict.fromkeys(resident.agent for resident in self.residents))
         table.add_column("")
         for agent in agents:
@@ -165,6 +168,11 @@ class Plan:
 
 def _per_iteration(outcome: Outcome) -> bool:
     return outcome.cost is not None and outcome.cost.iteration is not None
+
+
+def _title(outcome: Outcome) -> str:
+    agents = ", ".join(outcome.program.agents)
+    return f"{outcome.program.kind} of {agents}" + (", a token" if _per_iteration(outcome) else "")
 
 
 def _unit_cost(outcome: Outcome) -> Cost | None:

@@ -38,7 +38,7 @@ def tiny(folder, **rollout):
     """Two agents of one architecture; the second one does not learn."""
     (folder / "config.json").write_text(json.dumps(MODEL))
     config = default_config()
-    for name in ("student", "frozen"):
+    for name in ("author", "frozen"):
         config.agents[name] = agent_config()
         config.agents[name].model.path = str(folder)
     config.agents.frozen.trainable = False
@@ -53,8 +53,7 @@ def written(config, folder):
     """A config file that the command reads."""
     path = folder / "config_file.py"
     path.write_text(
-        "from ml_collections import ConfigDict\n"
-        f"def get_config():\n    return ConfigDict({config.to_dict()!r})\n"
+        f"from ml_collections import ConfigDict\ndef get_config():\n    return ConfigDict({config.to_dict()!r})\n"
     )
     return path
 
@@ -91,10 +90,10 @@ def test_a_team_that_fits(fitting):
 def test_each_program_is_compiled_once(fitting):
     programs = fitting[1]["programs"]
     assert [(p["kind"], p["agents"]) for p in programs] == [
-        ("prefill", ["student", "frozen"]),
-        ("decode", ["student", "frozen"]),
-        ("score", ["student"]),
-        ("update", ["student"]),
+        ("prefill", ["author", "frozen"]),
+        ("decode", ["author", "frozen"]),
+        ("score", ["author"]),
+        ("update", ["author"]),
     ]
     # Updates and decoding put their results where their arguments were.
     update, decode = programs[3]["memory"], programs[1]["memory"]
@@ -111,7 +110,8 @@ def test_costs_follow_from_the_sizes(fitting):
     decode = costs["decode"]["iteration"]["flops"]
     expected = 4 * 2 * (weights + d * v + layers * heads * 2 * 128 * 128) / 4
     assert decode == pytest.approx(expected, rel=0.05)
-    # Forward, again (remat), and two matmuls backward for each; rows of 128 tokens. The kernels of attention come on top.
+    # Forward, again (remat), and two matmuls backward for each; rows of 128 tokens. The kernels of attention come on
+    # top.
     update = costs["update"]["once"]
     expected = 4 * 2 * (4 * 128 * weights + 3 * 64 * d * v) / 4
     assert update["flops"] == pytest.approx(expected, rel=0.15)
@@ -122,9 +122,9 @@ def test_costs_follow_from_the_sizes(fitting):
 @needs_libtpu
 def test_residents(fitting):
     residents = {(r["agent"], r["what"]): r["bytes"] for r in fitting[1]["residents"]}
-    master = residents["student", "master weights"]
-    assert residents["student", "optimizer state"] == pytest.approx(2 * master, rel=1e-3)
-    assert residents["student", "reference weights"] == master == 2 * residents["student", "engine weights"]
+    master = residents["author", "master weights"]
+    assert residents["author", "optimizer state"] == pytest.approx(2 * master, rel=1e-3)
+    assert residents["author", "reference weights"] == master == 2 * residents["author", "engine weights"]
     # 4 slots x 128 tokens, keys and values of 2 heads of 128 in 2 layers, bfloat16, in four parts.
     assert residents["frozen", "key-value cache"] == 4 * 128 * 2 * 2 * 128 * 2 * 2 / 4
     assert ("frozen", "master weights") not in residents
