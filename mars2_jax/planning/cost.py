@@ -38,6 +38,9 @@ _COLLECTIVES = {
 # product with the values); backward the scores again, and one for each gradient and for that of the scores.
 _KERNELS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
 
+# Writing a part of an array in place: which operand is the part.
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
+
 _FREE = frozenset(
     [
         *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota", "partition-id", "replica-id"),
@@ -318,8 +321,8 @@ def _hbm_bytes(module: Module, computation: Computation, instruction: Instructio
         return float(read + _written(callee, instruction))
     if opcode in ("dynamic-slice", "slice", "gather"):
         operands = list(instruction.arrays)
-    elif opcode == "dynamic-update-slice":
-        update = computation.instructions[instruction.operands[1]].arrays
+    elif opcode in _UPDATES:
+        update = computation.instructions[instruction.operands[_UPDATES[opcode]]].arrays
         return float(2 * sum(array.bytes for array in update) if instruction.arrays[0].in_hbm else 0)
     return float(sum(array.bytes for array in [*operands, *instruction.arrays] if array.in_hbm))
 
@@ -340,10 +343,10 @@ def _read(module: Module, callee: Computation, number: int) -> int:
                     * parameter.arrays[0].bytes
                     // max(math.prod(parameter.arrays[0].shape), 1)
                 )
-            elif one.opcode == "dynamic-update-slice" and one.operands[0] == name:
+            elif one.opcode in _UPDATES and one.operands[0] == name:
                 continue
             elif one.opcode in ("bitcast", "copy"):
-                total += users(one.name)
+                total += whole if one.name == callee.root else users(one.name)
             elif one.opcode == "fusion":
                 inner = module.computations[one.attribute("calls") or ""]
                 total += sum(_read(module, inner, i) for i, operand in enumerate(one.operands) if operand == name)
@@ -364,9 +367,9 @@ def _written(callee: Computation, fusion: Instruction) -> int:
     for array, result in zip(fusion.arrays, results):
         while result.opcode == "bitcast":
             result = callee.instructions[result.operands[0]]
-        if result.opcode == "dynamic-update-slice":
-            array_written = callee.instructions[result.operands[1]].arrays[0]
-            total += array_written.bytes if array.in_hbm else 0
+        if result.opcode in _UPDATES:
+            update = callee.instructions[result.operands[_UPDATES[result.opcode]]].arrays[0]
+            total += update.bytes if array.in_hbm else 0
         else:
             total += array.bytes if array.in_hbm else 0
     return total

@@ -39,7 +39,7 @@ class Resident:
     """Arrays that stay on the devices between programs.
 
     Attributes:
-      agent: whose they are; several share them where names are joined by commas.
+      agent: whose they are; of what agents share, the first of them.
       what: what they are.
       bytes: on each device.
     """
@@ -87,9 +87,12 @@ def team_programs(
     """
     found: dict[Hashable, Program] = {}
     residents: list[Resident] = []
+    references: set[str] = set()
     for name, agent in run.agents.items():
         plan = _AgentPlan(name, run, agent, models[name], mesh)
-        residents += plan.residents()
+        residents += plan.residents(reference=agent.model.path not in references)
+        if agent.trainable:
+            references.add(agent.model.path)
         for key, program in plan.programs():
             if key in found:
                 program = dataclasses.replace(found[key], agents=(*found[key].agents, name))
@@ -120,14 +123,14 @@ class _AgentPlan:
             budget=rollout.max_new_tokens,
         )
 
-    def residents(self) -> list[Resident]:
-        """What the agent keeps, as `training.agent.Agent` does."""
+    def residents(self, *, reference: bool) -> list[Resident]:
+        """What the agent keeps, as `training.agent.Agent` does; agents of one checkpoint share the reference."""
         kept: dict[str, Any] = {}
         if self.config.trainable:
             state = self.learner.abstract(self.params)
             kept["master weights"] = state.params
             kept["optimizer state"] = state.opt_state
-            if self.run.learning.kl_coef > 0:
+            if reference and self.run.learning.kl_coef > 0:
                 kept["reference weights"] = self.params
         kept["engine weights"] = self.weights
         kept["key-value cache"] = self.cache

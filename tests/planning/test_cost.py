@@ -119,6 +119,18 @@ def test_slices_and_updates_in_place_move_what_they_touch():
     assert once.hbm_bytes == 4 * part + 2 * 4
 
 
+def test_what_a_fusion_hands_through_is_read():
+    fused = (
+        "%inner (a: f32[64,32]) -> f32[2048] {\n  %a = f32[64,32]{1,0} parameter(0)\n"
+        "  ROOT %flat = f32[2048]{0} bitcast(%a)\n}\n\n"
+        "%outer (b: f32[64,32]) -> f32[] {\n  %b = f32[64,32]{1,0} parameter(0)\n"
+        "  %flat.1 = f32[2048]{0} fusion(%b), kind=kLoop, calls=%inner\n  %zero = f32[] constant(0)\n"
+        "  ROOT %sum = f32[] reduce(%flat.1, %zero), dimensions={0}, to_apply=%add\n}"
+    )
+    line = "ROOT %f = f32[] fusion(%p0), kind=kLoop, calls=%outer"
+    assert cost_of(line, computations=fused).once.hbm_bytes == SIZE + 4
+
+
 def test_the_cores_own_memory_is_free():
     parameters = ("f32[64,32]{1,0:T(8,128)S(1)}",)
     once = cost_of("ROOT %n = f32[64,32]{1,0:T(8,128)} negate(%p0)", parameters=parameters).once

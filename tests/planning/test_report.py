@@ -68,8 +68,8 @@ def test_a_refused_program_does_not_fit():
             512 * GIB,
         ),
         (
-            "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 17.50G of "
-            "15.75G hbm. Exceeded hbm capacity by 1.75G.",
+            "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. "
+            "Used 17.50G of 15.75G hbm. Exceeded hbm capacity by 1.75G.",
             int(13.5 * GIB),
         ),
         ("INTERNAL: something else used 1.00G of 2.00G hbm", None),
