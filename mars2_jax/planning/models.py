@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 
 from mars2_jax.errors import ModelError
@@ -51,8 +52,8 @@ _SHIPPED = {
 def model_shape(path: str) -> tuple[ModelConfig, str]:
     """The shape of the model that a path names, and where it was read.
 
-    Of a folder only `config.json` is needed, of a model of the hub only that is downloaded. Where the hub cannot be
-    asked, some models' shapes are known here.
+    Of a folder only `config.json` is needed. Of a model of the hub it is read from the local cache; the shapes of the
+    paper's models are known here; of others that one file is downloaded.
 
     Raises:
       ModelError: nothing there, or a model that is not supported.
@@ -70,15 +71,22 @@ def model_shape(path: str) -> tuple[ModelConfig, str]:
 def _of_hub(path: str) -> tuple[ModelConfig, str]:
     # Late: importing the hub's library takes long, and local models do without.
     from huggingface_hub import errors, hf_hub_download
+    from huggingface_hub.utils import logging
 
     name, _, revision = path.removeprefix("hub:").partition("@")
+    # It tells of every retry; what comes of them is told below.
+    logging.set_verbosity_error()
+    fetch = functools.partial(hf_hub_download, name, "config.json", revision=revision or None)
     try:
-        file = hf_hub_download(name, "config.json", revision=revision or None)
+        try:
+            file = fetch(local_files_only=True)
+        except errors.LocalEntryNotFoundError:
+            if name in _SHIPPED and not revision:
+                return _SHIPPED[name], "the table in mars2_jax.planning.models"
+            file = fetch()
     except (errors.HFValidationError, errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError) as e:
-        if name not in _SHIPPED:
-            reason = str(e).splitlines()[0] if str(e) else repr(e)
-            raise ModelError(
-                f"model {path!r}: its config.json could not be read from the hub ({reason}); give a folder that has it"
-            ) from e
-        return _SHIPPED[name], "the table of mars2_jax.planning.models; the hub could not be asked"
+        reason = str(e).splitlines()[0] if str(e) else repr(e)
+        raise ModelError(
+            f"model {path!r}: its config.json could not be had from the hub; give a folder that has it ({reason})"
+        ) from e
     return ModelConfig.from_hf(pathlib.Path(file).parent), f"config.json of {path}"

@@ -110,8 +110,8 @@ def test_costs_follow_from_the_sizes(fitting):
     decode = costs["decode"]["iteration"]["flops"]
     expected = 4 * 2 * (weights + d * v + layers * heads * 2 * 128 * 128) / 4
     assert decode == pytest.approx(expected, rel=0.05)
-    # Four rows of 128 tokens, on four devices: forward, again (remat, all but the last matmul of a layer), and two matmuls
-    # backward for each; the head without remat on the 64 tokens of the response.
+    # Four rows of 128 tokens, on four devices: forward, again (remat, all but the last matmul of a layer), and two
+    # matmuls backward for each; the head without remat on the 64 tokens of the response.
     matmuls = 2 * 128 * (4 * weights - layers * d * f) + 3 * 2 * 64 * d * v
     # Attention, half of it under the diagonal: two matmuls forward, the same again, and seven backward.
     attention = (2 + 2 + 7) * layers * heads * 2 * 128 * 128 * 128 / 2
