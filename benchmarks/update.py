@@ -106,13 +106,14 @@ def main() -> None:
     parser.add_argument("--response", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--layers", type=int, default=SMOLLM2_135M.layers)
-    parser.add_argument("--remat", choices=["none", "layer"], default="none")
+    parser.add_argument("--remat", choices=["none", "dots", "layer"], default="none")
+    parser.add_argument("--scan-unroll", type=int, default=0)
     args = parser.parse_args()
 
     config = dataclasses.replace(SMOLLM2_135M, layers=args.layers)
     model = Decoder(config, nnx.Rngs(0))
     learning = default_config().learning
-    learning.remat = args.remat
+    learning.remat, learning.scan_unroll = args.remat, args.scan_unroll
     learner = Learner.create(model, learning, agent_config().optimizer, temperature=1.0, budget=args.response)
     state = learner.init(nnx.state(model))
     del model

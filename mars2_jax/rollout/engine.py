@@ -67,9 +67,9 @@ class _Running:
 
 
 def prefill_rows(shards: int) -> int:
-    """Prompts in one prefill call where a batch is split into `shards` parts: four, rounded up to whole batches. With
-    fewer prompts in the queue it is one a part; rows without a prompt cost the devices nothing that they could do
-    instead."""
+    """Prompts in one prefill call where the rows of a batch are split into `shards` parts: four, rounded up to a multiple
+    of that. With fewer in the queue it is one a part; rows that stay without a prompt are computed by devices that would
+    have nothing else to do."""
     return shards * -(-4 // shards)
 
 
@@ -107,7 +107,8 @@ class Engine:
         self._config, self._dtype = decoder.config, decoder.dtype
         self._chunk, self.capacity = chunk, capacity
         self._beside = jax.tree.leaves(self._params)[0].sharding
-        self._stop_ids = self._put(np.asarray([*stop_ids] or [-1], np.int32), None)
+        stops = np.asarray([*stop_ids] or [-1], np.int32)
+        self._stop_ids = jax.device_put(stops, self._placement((None,), stops.shape))
         self._detokenize = detokenize
         self._memory_tokens = slots * capacity if prompt_memory is None else prompt_memory
         self._memory: collections.OrderedDict[bytes, kv.KeyValues] = collections.OrderedDict()
@@ -120,18 +121,16 @@ class Engine:
         self._cache: Any = None
         self._slots = self._put_rows(programs.empty_slots(slots))
 
-    def _put(self, x: Any, *axes: str | None) -> jax.Array:
-        """An array placed by its logical axes beside the weights. Everything is, from the start: a program is compiled
-        anew for arguments that are not placed yet."""
-        return jax.device_put(x, self._placement(axes, np.shape(x)))
-
     def _placement(self, axes: Sequence[str | None], shape: Sequence[int]) -> Sharding:
+        """Where an array with these logical axes lies: beside the weights. Everything does, from the start: a program
+        is compiled anew for arguments that are not placed yet."""
         one = self._beside
         return placed(one.mesh, axes, shape) if isinstance(one, NamedSharding) else one
 
     def _put_rows(self, tree: Any) -> Any:
         """Arrays with an entry a slot (or a prompt) along their first axis."""
-        return jax.tree.map(lambda x: self._put(x, "rows", *(None,) * (np.ndim(x) - 1)), tree)
+        rows = lambda x: self._placement(("rows", *(None,) * (np.ndim(x) - 1)), np.shape(x))
+        return jax.device_put(tree, jax.tree.map(rows, tree))
 
     def set_params(self, params: nnx.State) -> None:
         """Decodes with other weights of the same model from now on.
@@ -218,7 +217,7 @@ class Engine:
                 done.append((running.order, running.completion(finish)))
                 self._running[slot], still_active[slot] = None, False
         if (still_active != active).any():
-            self._slots = self._slots._replace(active=self._put(still_active, "rows"))
+            self._slots = self._slots._replace(active=self._put_rows(still_active))
         return [completion for _, completion in sorted(done, key=lambda d: d[0])]
 
     def _admit(self) -> None:
@@ -248,9 +247,8 @@ class Engine:
 
     def _empty_cache(self, length: int) -> kv.KeyValues:
         """A cache of zeros, each device's part made on the device."""
-        make = functools.partial(kv.empty, self._config, len(self._running), length, self._dtype)
-        placement = jax.tree.map(lambda x: self._placement(kv.AXES, x.shape), jax.eval_shape(make))
-        return jax.jit(make, out_shardings=placement)()
+        shapes = jax.eval_shape(functools.partial(kv.empty, self._config, len(self._running), length, self._dtype))
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=self._placement(kv.AXES, x.shape)), shapes)
 
     def _prefill(self, requests: Sequence[Request]) -> None:
         """Computes keys and values of the prompts that are not in memory, shortest first, each distinct one once."""
