@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, Sharding
@@ -67,9 +68,9 @@ class _Running:
 
 
 def prefill_rows(shards: int) -> int:
-    """Prompts in one prefill call where the rows of a batch are split into `shards` parts: four, rounded up to a multiple
-    of that. With fewer in the queue it is one a part; rows that stay without a prompt are computed by devices that would
-    have nothing else to do."""
+    """Prompts in one prefill call where the rows of a batch are split into `shards` parts: four, rounded up to a
+    multiple of that. With fewer in the queue it is one a part; rows that stay without a prompt are computed by devices
+    that would have nothing else to do."""
     return shards * -(-4 // shards)
 
 
