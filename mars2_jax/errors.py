@@ -9,6 +9,7 @@ __all__ = [
     "DataError",
     "GraderError",
     "ModelError",
+    "PlanError",
     "PromptTooLong",
     "SandboxError",
     "StorageError",
@@ -42,6 +43,10 @@ class GraderError(UserError, RuntimeError):
 
 class StorageError(UserError):
     """A file of the run that cannot be written: the disk is full, or it may not be."""
+
+
+class PlanError(UserError):
+    """A run that cannot be planned: no TPU compiler, or a topology that does not exist."""
 
 
 class PromptTooLong(UserError):

@@ -1,6 +1,7 @@
 """setup.py and the locks agree, and the locks would install the same anywhere."""
 
 import ast
+import importlib.metadata
 import re
 import runpy
 from pathlib import Path
@@ -61,6 +62,11 @@ def test_what_setup_asks_for_is_in_a_lock(metadata):
             assert main[canonical(requirement)] == [requirement.partition("==")[2]]
     assert parity["torch"] == [extras["parity"][0].partition("==")[2]]
     assert not main.keys() & parity.keys()
+
+
+def test_the_tpu_compiler_is_the_one_that_jax_asks_for():
+    (asked,) = re.findall(r"^libtpu==([\d.]+)\*", "\n".join(importlib.metadata.requires("jax")), re.MULTILINE)
+    assert any(version.startswith(asked) for version in pins(REPOSITORY / "launch/requirements-tpu.lock")["libtpu"])
 
 
 @pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.name)

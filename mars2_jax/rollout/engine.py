@@ -20,13 +20,12 @@ from mars2_jax.models.buckets import bucket
 from mars2_jax.models.decoder import Decoder
 from mars2_jax.parallel.mesh import placed, row_shards
 from mars2_jax.rollout import programs
-from mars2_jax.rollout.sampling import SamplerRows
 from mars2_jax.rollout.types import Completion, Finish, Request
 
-__all__ = ["Engine"]
+__all__ = ["SHORTEST", "Engine", "prefill_rows"]
 
 
-_SHORTEST = 64
+SHORTEST = 64
 """Least length that a cache or a prefill is padded to, in tokens."""
 
 
@@ -68,6 +67,13 @@ class _Running:
         return Completion(self.request.id, self.request.prompt, self.tokens, self.logprobs, self.scores, finish)
 
 
+def prefill_rows(shards: int) -> int:
+    """Prompts in one prefill call where the rows of a batch are split into `shards` parts: four, rounded up to a
+    multiple of that. With fewer in the queue it is one a part; rows that stay without a prompt are computed by devices
+    that would have nothing else to do."""
+    return shards * -(-4 // shards)
+
+
 class Engine:
     """Continuous batching over slots with a static key-value cache.
 
@@ -86,10 +92,6 @@ class Engine:
       prompt_memory: tokens of prefilled prompts kept for reuse, padding included; None keeps as many as the cache
         holds.
     """
-
-    _PREFILL_ROWS = 4
-    """Prompts in one prefill call: this many (on a mesh, rounded up to a multiple of its row shards), or as few as one
-    a row shard. Rows that stay without a prompt are computed by devices that would have nothing else to do."""
 
     def __init__(
         self,
@@ -118,7 +120,7 @@ class Engine:
         self.decoded_tokens = 0
         self._cache_length = 0
         self._cache: Any = None
-        self._slots = self._put_rows(_empty_slots(slots))
+        self._slots = self._put_rows(programs.empty_slots(slots))
 
     def _placement(self, axes: Sequence[str | None], shape: Sequence[int]) -> Sharding:
         """Where an array with these logical axes lies: beside the weights. Everything does, from the start: a program
@@ -152,7 +154,7 @@ class Engine:
             raise RuntimeError(f"cannot reset the engine while {self.pending} requests are open")
         self._memory.clear()
         self._cache, self._cache_length = None, 0
-        self._slots = self._put_rows(_empty_slots(len(self._running)))
+        self._slots = self._put_rows(programs.empty_slots(len(self._running)))
 
     @property
     def dtype(self) -> Any:
@@ -235,7 +237,7 @@ class Engine:
 
     def _reserve(self, length: int) -> None:
         """Makes the cache long enough. It never shrinks while in use: a shorter one would be one more program."""
-        length = bucket(length, _SHORTEST)
+        length = bucket(length, SHORTEST)
         if self._cache is None:
             self._cache = self._empty_cache(length)
         elif length > self._cache_length:
@@ -261,10 +263,9 @@ class Engine:
         ordered = sorted(todo.items(), key=lambda kp: len(kp[1]))
         shards = row_shards(self._beside.mesh) if isinstance(self._beside, NamedSharding) else 1
         while ordered:
-            most = shards * -(-self._PREFILL_ROWS // shards)
-            rows = most if len(ordered) >= most else shards
+            rows = prefill_rows(shards) if len(ordered) >= prefill_rows(shards) else shards
             batch, ordered = ordered[:rows], ordered[rows:]
-            tokens = np.zeros((rows, bucket(max(len(p) - 1 for _, p in batch), _SHORTEST)), np.int32)
+            tokens = np.zeros((rows, bucket(max(len(p) - 1 for _, p in batch), SHORTEST)), np.int32)
             for row, (_, prompt) in enumerate(batch):
                 tokens[row, : len(prompt) - 1] = prompt[:-1]
                 self.prefilled_tokens += len(prompt) - 1
@@ -297,23 +298,3 @@ class Engine:
             room -= entries[0].value.shape[2]
             if room < 0:
                 del self._memory[key]
-
-
-def _empty_slots(count: int) -> programs.Slots:
-    def fill(value: int, dtype: Any) -> Any:
-        return np.full((count,), value, dtype)
-
-    return programs.Slots(
-        token=fill(0, np.int32),
-        length=fill(0, np.int32),
-        made=fill(0, np.int32),
-        budget=fill(0, np.int32),
-        active=fill(0, bool),
-        key=jnp.zeros((count, 2), jnp.uint32),
-        sampler=SamplerRows(
-            temperature=fill(1, np.float32),
-            top_k=fill(0, np.int32),
-            top_p=fill(1, np.float32),
-            min_p=fill(0, np.float32),
-        ),
-    )

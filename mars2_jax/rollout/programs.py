@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
@@ -15,7 +16,7 @@ from mars2_jax.models.causal_attention import causal_attention
 from mars2_jax.parallel.mesh import constrain
 from mars2_jax.rollout.sampling import PLAIN, SamplerRows, sample
 
-__all__ = ["Emitted", "Slots", "compilations", "decode", "grow", "insert", "prefill", "take_row"]
+__all__ = ["Emitted", "Slots", "compilations", "decode", "empty_slots", "grow", "insert", "prefill", "take_row"]
 
 
 class Slots(NamedTuple):
@@ -48,6 +49,28 @@ class Emitted(NamedTuple):
     score: Float[Array, "slots chunk"]
     emitted: Int[Array, " slots"]
     stopped: Bool[Array, " slots"]
+
+
+def empty_slots(count: int) -> Slots:
+    """Slots that are all idle."""
+
+    def fill(value: int, dtype: Any) -> Any:
+        return np.full((count,), value, dtype)
+
+    return Slots(
+        token=fill(0, np.int32),
+        length=fill(0, np.int32),
+        made=fill(0, np.int32),
+        budget=fill(0, np.int32),
+        active=fill(0, bool),
+        key=jnp.zeros((count, 2), jnp.uint32),
+        sampler=SamplerRows(
+            temperature=fill(1, np.float32),
+            top_k=fill(0, np.int32),
+            top_p=fill(1, np.float32),
+            min_p=fill(0, np.float32),
+        ),
+    )
 
 
 @functools.partial(jax.jit, static_argnames="graphdef")

@@ -31,7 +31,17 @@ from mars2_jax.training.buffer import Buffer, TreeKey
 from mars2_jax.training.keys import adapter_key
 from mars2_jax.training.writer import EngineWriter, Prompter
 
-__all__ = ["Agent", "ModelFile", "Weights", "build_team", "make_prompter", "open_models"]
+__all__ = [
+    "Agent",
+    "ModelFile",
+    "Weights",
+    "abstract_policy",
+    "build_team",
+    "check_length",
+    "longest_sequence",
+    "make_prompter",
+    "open_models",
+]
 
 
 class Weights(NamedTuple):
@@ -60,20 +70,9 @@ class ModelFile:
         with open_checkpoint(self.path, model.sha256) as checkpoint:
             self.config: ModelConfig = checkpoint.config
             self.tokenizer: ChatTokenizer = load_tokenizer(checkpoint, str(find(self.path)))
-        if longest > self.config.max_length:
-            raise ConfigError(
-                f"max_prompt_tokens + max_new_tokens of config.rollout or config.eval are {longest}, but {self.path} "
-                f"was made for {self.config.max_length} tokens: lower them"
-            )
+        check_length(self.path, self.config, longest)
         self.mesh = mesh
-        self.dtype = _dtype(model.dtype, mesh)
-        self.attention = choose_attention(
-            model.attention,
-            platform=platform(mesh),
-            dtype=self.dtype,
-            head_dim=self.config.head_dim,
-            key=f"{key}.attention",
-        )
+        self.dtype, self.attention = _arithmetic(model, self.config, mesh, key)
 
     def abstract(self, lora: Lora | None = None) -> Decoder:
         """The decoder without arrays, with adapters where `lora` is given."""
@@ -86,6 +85,43 @@ class ModelFile:
         with open_checkpoint(self.path) as checkpoint:
             params = nnx.state(load(checkpoint, dtype=self.dtype, param_dtype=stored, shardings=shardings))
         return Weights(_cast(params, self.dtype), params if master else None)
+
+
+def check_length(path: str, config: ModelConfig, longest: int) -> None:
+    """Whether the model at `path` was made for sequences of `longest` tokens.
+
+    Raises:
+      ConfigError: it was not.
+    """
+    if longest > config.max_length:
+        raise ConfigError(
+            f"max_prompt_tokens + max_new_tokens of config.rollout or config.eval are {longest}, but {path} "
+            f"was made for {config.max_length} tokens: lower them"
+        )
+
+
+def abstract_policy(
+    model: FrozenConfigDict, config: ModelConfig, mesh: Mesh, *, key: str = "agents.<name>.model"
+) -> Decoder:
+    """An agent's decoder, adapters included, of float32 shapes and places only; the weights need not exist.
+
+    Raises:
+      ConfigError: an attention that cannot run on the mesh.
+    """
+    dtype, attention = _arithmetic(model, config, mesh, key)
+    lora = Lora.from_config(model.lora)
+    graphdef, abstract = nnx.split(abstract_decoder(config, dtype=dtype, attention=attention, lora=lora))
+    place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return nnx.merge(graphdef, jax.tree.map(place, abstract, param_shardings(mesh, abstract)))
+
+
+def _arithmetic(model: FrozenConfigDict, config: ModelConfig, mesh: Mesh, key: str) -> tuple[Any, str]:
+    """The type that a policy computes in, and its attention."""
+    dtype = _dtype(model.dtype, mesh)
+    attention = choose_attention(
+        model.attention, platform=platform(mesh), dtype=dtype, head_dim=config.head_dim, key=f"{key}.attention"
+    )
+    return dtype, attention
 
 
 def _dtype(name: str, mesh: Mesh) -> Any:
@@ -142,6 +178,7 @@ class Agent:
             capacity=longest_sequence(run),
             stop_ids=model.tokenizer.stop_ids,
             detokenize=model.tokenizer.decode,
+            prompt_memory=rollout.prompt_memory or None,
         )
         if not config.trainable:
             return

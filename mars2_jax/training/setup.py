@@ -22,6 +22,7 @@ from mars2_jax.training.agent import Agent, ModelFile, build_team, make_prompter
 
 __all__ = [
     "Setup",
+    "check_rows",
     "check_space",
     "check_trainable",
     "claim",
@@ -91,12 +92,8 @@ class Setup:
           ModelError, ConfigError, PromptTooLong: what is wrong, by name.
         """
         mesh = make_mesh(config.mesh)
-        shards = row_shards(mesh)
-        if learn and config.learning.micro_batch_size % shards:
-            raise ConfigError(
-                f"config.learning.micro_batch_size is {config.learning.micro_batch_size}; it must be a multiple of "
-                f"the mesh's data x fsdp = {shards}"
-            )
+        if learn:
+            check_rows(config, mesh)
         files = open_models(config, mesh)
         for name, agent in config.agents.items():
             for problems, single in ((searched, False), (answered, True)):
@@ -108,6 +105,20 @@ class Setup:
     def team(self, *, learn: bool = True) -> list[Agent]:
         """Loads the weights; see `build_team`."""
         return build_team(self.config, self.files, learn=learn)
+
+
+def check_rows(config: FrozenConfigDict, mesh: Mesh) -> None:
+    """Whether the rows of a micro-batch can be split over the mesh.
+
+    Raises:
+      ConfigError: names the key.
+    """
+    shards = row_shards(mesh)
+    if config.learning.micro_batch_size % shards:
+        raise ConfigError(
+            f"config.learning.micro_batch_size is {config.learning.micro_batch_size}; it must be a multiple of "
+            f"the mesh's data x fsdp = {shards}"
+        )
 
 
 def training_sampling(config: FrozenConfigDict) -> SamplingParams:

@@ -1,0 +1,235 @@
+"""The programs that a run would compile, on arguments that are shapes and places only.
+
+They are the run's own functions, called as `training.agent`, `rollout.engine` and `learning.update` call them, at the
+largest sizes that the config allows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from ml_collections import FrozenConfigDict
+
+from mars2_jax.learning.batch import Sample, TreeArrays, TreeBatch, make_batch, make_rows
+from mars2_jax.learning.update import Learner
+from mars2_jax.models import cache as kv
+from mars2_jax.models.buckets import bucket
+from mars2_jax.models.config import ModelConfig
+from mars2_jax.models.lora import Lora, learned
+from mars2_jax.parallel.mesh import placed, replicated, row_shards, rows
+from mars2_jax.rollout import programs
+from mars2_jax.rollout.engine import SHORTEST, prefill_rows
+from mars2_jax.training.agent import abstract_policy, longest_sequence
+
+__all__ = ["Program", "Resident", "device_bytes", "team_programs"]
+
+_STOP_IDS = 2
+"""End-of-turn tokens of a model. Their number is the tokenizer's, which is not read; it has no weight."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Resident:
+    """Arrays that stay on the devices between programs.
+
+    Attributes:
+      agent: whose they are; of what agents share, the first of them.
+      what: what they are.
+      bytes: on each device.
+    """
+
+    agent: str
+    what: str
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program of a run.
+
+    Attributes:
+      kind: "prefill", "decode", "score" or "update".
+      agents: those that run it.
+      size: what one run of it works on, for people.
+      tokens: those of one run, padding included.
+      lower: makes it ready to be compiled.
+      resident: bytes of its arguments, on each device, that are there anyway (weights, caches).
+    """
+
+    kind: str
+    agents: tuple[str, ...]
+    size: str
+    tokens: int
+    lower: Callable[[], jax.stages.Lowered]
+    resident: int
+
+
+def device_bytes(tree: Any) -> int:
+    """Bytes, on the device that has most of them, of arrays or their shapes, without padding."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def team_programs(
+    run: FrozenConfigDict, models: Mapping[str, ModelConfig], mesh: Mesh
+) -> tuple[list[Program], list[Resident]]:
+    """The programs of a team, each once however many agents run it, and what the team keeps on the devices.
+
+    Args:
+      run: the config.
+      models: the shape of each agent's model.
+      mesh: the devices, which need not be there.
+    """
+    found: dict[Hashable, Program] = {}
+    residents: list[Resident] = []
+    held: set[str] = set()
+    for name, agent in run.agents.items():
+        plan = _AgentPlan(name, run, agent, models[name], mesh)
+        if plan.keeps_base and agent.model.path not in held:
+            held.add(agent.model.path)
+            residents.append(Resident(name, "checkpoint's weights", device_bytes(plan.checkpoint)))
+        residents += plan.residents()
+        for key, program in plan.programs():
+            if key in found:
+                program = dataclasses.replace(found[key], agents=(*found[key].agents, name))
+            found[key] = program
+    return list(found.values()), residents
+
+
+class _AgentPlan:
+    """One agent, of shapes only."""
+
+    def __init__(self, name: str, run: FrozenConfigDict, config: FrozenConfigDict, model: ModelConfig, mesh: Mesh):
+        self.name, self.run, self.config, self.model, self.mesh = name, run, config, model, mesh
+        decoder = abstract_policy(config.model, model, mesh, key=f"agents.{name}.model")
+        self.graphdef, everything = nnx.split(decoder)
+        self.weights_dtype = decoder.dtype
+        self.weights = jax.tree.map(lambda x: _shape(x, decoder.dtype, x.sharding), everything)
+        # What it learns, and what lies under its adapters.
+        self.lora = Lora.from_config(config.model.lora)
+        self.params = nnx.filter_state(everything, learned(self.lora))
+        self.checkpoint = nnx.filter_state(self.weights, nnx.Not(nnx.LoRAParam))
+        self.base = self.checkpoint if self.lora else None
+        rollout = run.rollout
+        self.capacity = longest_sequence(run)
+        length = bucket(self.capacity, SHORTEST)
+        cache = jax.eval_shape(lambda: kv.empty(model, rollout.slots, length, decoder.dtype))
+        self.cache = jax.tree.map(lambda x: _shape(x, x.dtype, placed(mesh, kv.AXES, x.shape)), cache)
+        self.length = length
+        self.learner = Learner.create(
+            decoder,
+            run.learning,
+            config.optimizer,
+            temperature=rollout.temperature,
+            budget=rollout.max_new_tokens,
+        )
+
+    @property
+    def keeps_base(self) -> bool:
+        """Whether the checkpoint's weights stay, shared by all agents that name it: as what an agent decodes with, as
+        what lies under its adapters, or as the reference of the KL term."""
+        return not self.config.trainable or self.lora is not None or self.run.learning.kl_coef > 0
+
+    def residents(self) -> list[Resident]:
+        """What the agent keeps for itself, as `training.agent.Agent` does."""
+        kept: dict[str, Any] = {}
+        if self.config.trainable:
+            state = self.learner.abstract(self.params)
+            kept["master weights"] = state.params
+            kept["optimizer state"] = state.opt_state
+            kept["engine weights"] = nnx.filter_state(self.weights, learned(self.lora))
+        kept["key-value cache"] = self.cache
+        kept["prefilled prompts"] = self._prompt_memory()
+        return [Resident(self.name, what, device_bytes(tree)) for what, tree in kept.items()]
+
+    def _prompt_memory(self) -> Any:
+        """The prompts that the engine keeps prefilled, one row each, when their room is full."""
+        tokens = self.run.rollout.prompt_memory or self.run.rollout.slots * self.capacity
+        entries = jax.eval_shape(lambda: kv.empty(self.model, 1, tokens, self.weights_dtype))
+        return jax.tree.map(lambda x: _shape(x, x.dtype, placed(self.mesh, kv.AXES, x.shape)), entries)
+
+    def programs(self) -> list[tuple[Hashable, Program]]:
+        """The agent's programs, with a key that is equal where the compiled program is."""
+        listed = [self._prefill(), self._decode()]
+        if self.config.trainable:
+            listed += [self._score(), self._update()]
+        return listed
+
+    def _prefill(self) -> tuple[Hashable, Program]:
+        longest = max(self.run.rollout.max_prompt_tokens, self.run.eval.max_prompt_tokens)
+        count, length = prefill_rows(row_shards(self.mesh)), bucket(max(longest - 1, 1), SHORTEST)
+        tokens = self._by_rows(jax.ShapeDtypeStruct((count, length), jnp.int32))
+        arguments = (self.graphdef, self.weights, tokens)
+        return self._program(
+            "prefill", f"{count} prompts x {length:,} tokens", count * length, programs.prefill, arguments, self.weights
+        )
+
+    def _decode(self) -> tuple[Hashable, Program]:
+        count = self.run.rollout.slots
+        slots = self._by_rows(jax.eval_shape(lambda: programs.empty_slots(count)))
+        stops = jax.ShapeDtypeStruct((_STOP_IDS,), jnp.int32, sharding=replicated(self.mesh))
+        arguments = (self.graphdef, self.weights, self.cache, slots, stops, self.run.rollout.chunk)
+        size = f"{count} slots x {self.length:,} tokens, a token each"
+        return self._program("decode", size, count, programs.decode, arguments, (self.weights, self.cache))
+
+    def _score(self) -> tuple[Hashable, Program]:
+        count = self.run.learning.micro_batch_size
+        prompt, response = self._longest_row()
+        batch = make_rows([prompt], [response], rows=count)
+        size = f"{count} rows x {batch.tokens.shape[1]:,} tokens"
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+        resident = (self.params, self.base)
+        arguments = (self.params, shapes, self.base)
+        return self._program(
+            "score", size, batch.tokens.size, jax.jit(self.learner.score), arguments, resident, self.learner
+        )
+
+    def _update(self) -> tuple[Hashable, Program]:
+        learning = self.run.learning
+        batch = self._batch()
+        state = self.learner.abstract(self.params)
+        length = batch.samples.rows.tokens.shape[-1]
+        size = f"{learning.train_batch_size} rows x {length:,} tokens, {learning.micro_batch_size} at a time"
+        program = self.learner.program(state)
+        arguments, resident = (state, batch, self.base), (state, self.base)
+        return self._program("update", size, batch.samples.rows.tokens.size, program, arguments, resident, self.learner)
+
+    def _batch(self) -> TreeBatch:
+        """The largest batch: every row the longest there may be, and no two of one tree."""
+        count, nodes = self.run.learning.train_batch_size, self.run.search.nodes + 1
+        prompt, response = self._longest_row()
+        scores = np.zeros(len(response), np.float32)
+        reference = scores if self.run.learning.kl_coef > 0 else None
+        ones = np.ones(nodes, np.int32)
+        tree = TreeArrays(ones.astype(np.float32), ones, ones, ones.astype(bool), ones)
+        samples = [Sample(i, 1, prompt, response, scores, scores, reference) for i in range(count)]
+        batch, _ = make_batch(
+            samples, dict.fromkeys(range(count), tree), micro_batch_size=self.run.learning.micro_batch_size
+        )
+        shapes = jax.tree.map(lambda x: _shape(x, x.dtype, replicated(self.mesh)), batch)
+        split = jax.tree.map(lambda x: _shape(x, x.dtype, rows(self.mesh, leading=1)), batch.samples)
+        return dataclasses.replace(shapes, samples=split)
+
+    def _by_rows(self, tree: Any) -> Any:
+        axes = lambda x: ("rows", *(None,) * (len(x.shape) - 1))
+        return jax.tree.map(lambda x: _shape(x, x.dtype, placed(self.mesh, axes(x), x.shape)), tree)
+
+    def _longest_row(self) -> tuple[np.ndarray, np.ndarray]:
+        rollout = self.run.rollout
+        return np.zeros(rollout.max_prompt_tokens, np.int32), np.zeros(rollout.max_new_tokens, np.int32)
+
+    def _program(
+        self, kind: str, size: str, tokens: int, jitted: Any, arguments: tuple, resident: Any, *key: Hashable
+    ) -> tuple[Hashable, Program]:
+        program = Program(kind, (self.name,), size, tokens, lambda: jitted.lower(*arguments), device_bytes(resident))
+        return (kind, *key, jax.tree.structure(arguments), *jax.tree.leaves(arguments)), program
+
+
+def _shape(x: Any, dtype: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
