@@ -140,7 +140,7 @@ def test_residents(fitting):
 
 def test_four_agents_with_adapters_keep_one_base(tmp_path):
     """Nothing is compiled: of the CPU's own device, what stays on it."""
-    run = tiny(tmp_path).copy_and_resolve_references().unlock()
+    run = ConfigDict(tiny(tmp_path).to_dict())
     one = run.agents.author
     one.model.lora.rank = 2
     run.agents = ConfigDict({f"a{i}": one.copy_and_resolve_references() for i in range(4)})
