@@ -6,7 +6,8 @@ The paper trains it on 8 nodes of 8 GPUs. The mesh is for 64 chips of TPU v5p:
 
 The paper's settings are `default_config()`'s where nothing is said here. Not yet to be had, and so not here: its 7,992
 filtered DeepCoder problems and LiveCodeBench v6 as named sources (give a .jsonl file: --config.data.source=...),
-replacing trees whose mean reward is 0 or 1 by more sampling, and test-time search with depth guidance.
+replacing trees whose mean reward is 0 or 1 by more sampling, and depth guidance in test-time search alone
+(`config.search.guidance` is for training, too).
 """
 
 from ml_collections import ConfigDict

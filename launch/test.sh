@@ -3,8 +3,9 @@
 #
 #   bash launch/test.sh [--all] [pytest options]
 #
-# --all includes the tests marked slow. TEST_WORKERS=n spreads the tests over n processes; each of them compiles for
-# itself and holds its own models, so that more workers than idle cores or memory make it slower.
+# --all includes the tests marked slow. TEST_WORKERS=n spreads the files of tests over n processes, two by default where
+# there are two cores; each of them compiles for itself and holds its own models, so that more workers than idle cores or
+# memory make it slower.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -26,4 +27,5 @@ say "ruff"
 say "mypy"
 .venv/bin/python -m mypy --no-error-summary
 say "pytest"
-exec .venv/bin/python -m pytest -n "${TEST_WORKERS:-0}" "${selection[@]}" "${options[@]}"
+workers="${TEST_WORKERS:-$(($(nproc) > 1 ? 2 : 0))}"
+exec .venv/bin/python -m pytest -n "$workers" --dist loadfile --durations=15 "${selection[@]}" "${options[@]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 
 import jax
@@ -53,5 +54,14 @@ def random_params(config: ModelConfig = TINY, seed: int = 0) -> nnx.State:
 
 
 def logits(decoder: Decoder, tokens) -> jnp.ndarray:
-    """[length, vocab] of one sequence."""
-    return decoder.logits(decoder(jnp.asarray(tokens, jnp.int32)[None]))[0]
+    """[length, vocab] of one sequence. Padded behind, where causality hides it, to a multiple of 32: sequences of many
+    lengths share a program."""
+    row = np.zeros((1, -(-len(tokens) // 32) * 32), np.int32)
+    row[0, : len(tokens)] = tokens
+    return _logits(*nnx.split(decoder), row)[0, : len(tokens)]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(graphdef, params, tokens):
+    decoder = nnx.merge(graphdef, params)
+    return decoder.logits(decoder(tokens))

@@ -36,7 +36,7 @@ def main() -> None:
         state = learner.abstract(jax.tree.map(place, params, param_shardings(mesh, params)))
         batch = tree_batch()
         samples = jax.tree.map(lambda x: place(x, rows(mesh, leading=1)), batch.samples)
-        compiled = learner.program(state).lower(state, dataclasses.replace(batch, samples=samples)).compile()
+        compiled = learner.program(state).lower(state, dataclasses.replace(batch, samples=samples), None).compile()
     memory = compiled.memory_analysis()
     told = dict(
         attention=attention,

@@ -71,10 +71,10 @@ def measure(mesh, scan_unroll: int) -> dict:
         batch = dataclasses.replace(batch, samples=jax.device_put(batch.samples, rows(mesh, leading=1)))
     scores = learner.score(state.params, jax.tree.map(lambda x: x[0], batch.samples.rows))
     program, before = learner.program(state), jax.tree.map(lambda x: x.sharding, state)
-    state, metrics, _ = program(state, batch)
+    state, metrics, _ = program(state, batch, None)
     gradient = [np.asarray(x) / DECAY for x in jax.tree.leaves(optax.tree.get(state.opt_state, "mu"))]
     loss = float(metrics["loss"])
-    state, _, _ = program(state, batch)
+    state, _, _ = program(state, batch, None)
 
     engine = Engine(nnx.merge(nnx.graphdef(model), state.params), slots=8, chunk=4, capacity=64, stop_ids=(0,))
     compiled, rounds = [], []

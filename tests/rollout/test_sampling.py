@@ -73,6 +73,9 @@ def test_greedy_takes_the_first_maximum_and_scores_it_at_temperature_one():
     np.testing.assert_array_equal(logprob, score)
 
 
+THRESHOLD = jax.jit(filter_threshold)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
@@ -83,7 +86,7 @@ def test_greedy_takes_the_first_maximum_and_scores_it_at_temperature_one():
 )
 def test_threshold_keeps_what_sorting_keeps(seed, scale, top_k, top_p, min_p):
     logits = (np.random.default_rng(seed).normal(size=VOCAB) * scale).astype(np.float32)
-    threshold = filter_threshold(jnp.asarray(logits)[None], params(1, 1.0, top_k, np.float32(top_p), min_p))[0]
+    threshold = THRESHOLD(jnp.asarray(logits)[None], params(1, 1.0, top_k, np.float32(top_p), min_p))[0]
     kept = set(np.flatnonzero(logits >= threshold))
     # The nucleus may differ by one token where the mass reaches top_p within rounding.
     loose = [set(np.flatnonzero(filtered(logits, 1.0, top_k, top_p + d, min_p))) for d in (-1e-5, 0.0, 1e-5)]
