@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import math
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -114,32 +116,34 @@ class ModelConfig:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as e:
             raise ModelError(f"cannot read the model configuration {path}: {e}") from e
+        if not isinstance(raw, dict):
+            raise ModelError(f"{path} holds a {type(raw).__name__} and not an object: is it a model's config.json?")
         kind = raw.get("model_type")
         if kind not in _ARCHITECTURES:
             raise ModelError(f"{path}: model_type {kind!r} is not supported; supported: {', '.join(_ARCHITECTURES)}")
         _refuse_unsupported(path, raw)
         qkv_bias, qk_norm = _ARCHITECTURES[kind]
-        try:
-            heads = raw["num_attention_heads"]
-            return cls(
-                vocab_size=raw["vocab_size"],
-                embed_dim=raw["hidden_size"],
-                layers=raw["num_hidden_layers"],
-                heads=heads,
-                kv_heads=raw.get("num_key_value_heads") or heads,
-                head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-                mlp_dim=raw["intermediate_size"],
-                rope_theta=float(_rope(raw).get("rope_theta", raw.get("rope_theta", 10_000.0))),
-                norm_eps=raw["rms_norm_eps"],
-                tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
-                qkv_bias=qkv_bias,
-                qk_norm=qk_norm,
-                max_length=raw.get("max_position_embeddings", 4096),
-                rope_scaling=_rope_scaling(path, _rope(raw)),
-                model_type=kind,
-            )
-        except KeyError as e:
-            raise ModelError(f"{path} lacks the key {e.args[0]!r}") from e
+        number = functools.partial(_number, path)
+        whole = functools.partial(_number, path, kind=int)
+        heads, embed = whole(raw, "num_attention_heads"), whole(raw, "hidden_size")
+        rope = _rope(path, raw)
+        return cls(
+            vocab_size=whole(raw, "vocab_size"),
+            embed_dim=embed,
+            layers=whole(raw, "num_hidden_layers"),
+            heads=heads,
+            kv_heads=whole(raw, "num_key_value_heads", heads),
+            head_dim=whole(raw, "head_dim", embed // heads),
+            mlp_dim=whole(raw, "intermediate_size"),
+            rope_theta=float(number(rope, "rope_theta", number(raw, "rope_theta", 10_000.0))),
+            norm_eps=number(raw, "rms_norm_eps"),
+            tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            qkv_bias=qkv_bias,
+            qk_norm=qk_norm,
+            max_length=whole(raw, "max_position_embeddings", 4096),
+            rope_scaling=_rope_scaling(path, rope),
+            model_type=kind,
+        )
 
     @classmethod
     def from_gguf(
@@ -251,9 +255,23 @@ def _exact(stored: float) -> float:
     return float(str(np.float32(stored)))
 
 
-def _rope(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+def _number(path: pathlib.Path, raw: Mapping[str, Any], key: str, default: Any = None, *, kind: type = float) -> Any:
+    """The number above 0 at a key of a JSON object; null is as good as absent."""
+    value = default if raw.get(key) is None else raw[key]
+    if value is None:
+        raise ModelError(f"{path} lacks the key {key!r}")
+    right = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    if not right or (kind is int and not isinstance(value, int)):
+        raise ModelError(f"{path}: {key} is {value!r}; it must be a {'whole ' if kind is int else ''}number above 0")
+    return value
+
+
+def _rope(path: pathlib.Path, raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """transformers 5 writes `rope_parameters`; before it, `rope_scaling` beside a top-level `rope_theta`."""
-    return raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ModelError(f"{path}: the rope settings are {rope!r}; they must be an object")
+    return rope
 
 
 def _rope_scaling(path: pathlib.Path, rope: Mapping[str, Any]) -> Llama3Rope | None:
@@ -262,10 +280,10 @@ def _rope_scaling(path: pathlib.Path, rope: Mapping[str, Any]) -> Llama3Rope | N
         return None
     if kind == "llama3":
         return Llama3Rope(
-            factor=float(rope["factor"]),
-            low_freq_factor=float(rope["low_freq_factor"]),
-            high_freq_factor=float(rope["high_freq_factor"]),
-            original_max_length=int(rope["original_max_position_embeddings"]),
+            factor=float(_number(path, rope, "factor")),
+            low_freq_factor=float(_number(path, rope, "low_freq_factor")),
+            high_freq_factor=float(_number(path, rope, "high_freq_factor")),
+            original_max_length=_number(path, rope, "original_max_position_embeddings", kind=int),
         )
     raise ModelError(f"{path}: rope type {kind!r} is not supported; supported: default, llama3")
 

@@ -39,6 +39,10 @@ def find(path: str) -> pathlib.Path:
         return snapshot(name, revision or None)
     if path.startswith("package:"):
         name, _, inner = path.removeprefix("package:").partition("/")
+        if not (name and inner):
+            raise ModelError(
+                f"model {path!r} names no file of a package: write package:<distribution>/<path of the file>"
+            )
         try:
             located = pathlib.Path(str(importlib.metadata.distribution(name).locate_file(inner)))
         except importlib.metadata.PackageNotFoundError:

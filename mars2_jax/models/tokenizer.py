@@ -56,7 +56,8 @@ class ChatTokenizer:
             )
         except jinja2.TemplateError as e:
             raise ModelError(
-                f"the chat template refuses the messages ({e}): if it knows no system role, set agents.<name>.role=''"
+                f"the chat template refuses the messages ({e}): if it knows no system role, set "
+                "config.agents.<name>.role=''"
             ) from e
         return np.asarray(ids, np.int32)
 

@@ -16,7 +16,7 @@ from mars2_jax.models.files import Checkpoint
 from mars2_jax.models.layout import assemble, sources
 from mars2_jax.models.lora import Lora
 
-__all__ = ["abstract_decoder", "load", "parameter_name"]
+__all__ = ["abstract_decoder", "check_tensors", "load", "parameter_name"]
 
 
 def abstract_decoder(
@@ -35,6 +35,21 @@ def abstract_decoder(
 def parameter_name(path: Iterable) -> str:
     """The dotted name of a parameter from its path in the decoder's state, such as "blocks.0.attention.qkv"."""
     return ".".join(str(p) for p in path)
+
+
+def check_tensors(checkpoint: Checkpoint) -> None:
+    """Sees that the checkpoint's tensors are those of its decoder, without reading any.
+
+    Raises:
+      ModelError: a parameter without a tensor, or a tensor that no parameter uses; the names are listed.
+    """
+    config = checkpoint.config
+    flat = nnx.to_flat_state(nnx.state(abstract_decoder(config)))
+    needed = {source for path, variable in flat for source in sources(parameter_name(path), variable.shape)}
+    if missing := sorted(needed - checkpoint.names):
+        raise ModelError(f"the checkpoint lacks {len(missing)} tensors: {_some(missing)}")
+    if unused := checkpoint.names - needed - _ignorable(config, checkpoint.names):
+        raise ModelError(f"the checkpoint holds {len(unused)} tensors that the model has no place for: {_some(unused)}")
 
 
 def load(
@@ -57,13 +72,9 @@ def load(
         are listed.
     """
     config = checkpoint.config
+    check_tensors(checkpoint)
     graphdef, abstract = nnx.split(abstract_decoder(config, dtype=dtype, param_dtype=param_dtype, attention=attention))
     flat = nnx.to_flat_state(abstract)
-    needed = {source for path, variable in flat for source in sources(parameter_name(path), variable.shape)}
-    if missing := sorted(needed - checkpoint.names):
-        raise ModelError(f"the checkpoint lacks {len(missing)} tensors: {_some(missing)}")
-    if unused := checkpoint.names - needed - _ignorable(config, checkpoint.names):
-        raise ModelError(f"the checkpoint holds {len(unused)} tensors that the model has no place for: {_some(unused)}")
     placement = dict(nnx.to_flat_state(shardings)) if shardings is not None else {}
     loaded = {}
     # The largest first: what a parameter costs beyond its own size while it is read is then spent when little is there.

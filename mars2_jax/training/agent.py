@@ -23,7 +23,7 @@ from mars2_jax.models.decoder import Decoder
 from mars2_jax.models.files import find, open_checkpoint
 from mars2_jax.models.lora import Lora, fresh_adapters, learned
 from mars2_jax.models.tokenizer import ChatTokenizer, load_tokenizer
-from mars2_jax.models.weights import abstract_decoder, load
+from mars2_jax.models.weights import abstract_decoder, check_tensors, load
 from mars2_jax.parallel.mesh import param_shardings, platform, rows
 from mars2_jax.rollout.engine import Engine
 from mars2_jax.rollout.types import Completion, SamplingParams
@@ -69,6 +69,7 @@ class ModelFile:
         self.model, self.path = model, model.path
         with open_checkpoint(self.path, model.sha256) as checkpoint:
             self.config: ModelConfig = checkpoint.config
+            check_tensors(checkpoint)
             self.tokenizer: ChatTokenizer = load_tokenizer(checkpoint, str(find(self.path)))
         check_length(self.path, self.config, longest)
         self.mesh = mesh

@@ -231,9 +231,7 @@ class Checkpointer:
         except Exception as error:
             cause: BaseException | None = error
             while cause is not None:
-                # Array files are written in C++, whose errors carry the system's words and not its numbers.
-                if isinstance(cause, OSError) or any(os.strerror(code) in str(cause) for code in _STORAGE_ERRORS):
-                    reason = getattr(cause, "strerror", None) or " ".join(str(cause).split())[:200]
+                if (reason := _storage_reason(cause)) is not None:
                     raise StorageError(
                         f"a checkpoint cannot be written to {self.directory} ({reason}): free space or rights, then "
                         "start again; the run resumes after the last checkpoint that is whole"
@@ -268,6 +266,14 @@ class Checkpointer:
             if sealed.get(name) != found.get(name):
                 return f"its file {name} is {'damaged' if name in found else 'missing'}"
         return None
+
+
+def _storage_reason(error: BaseException) -> str | None:
+    """What the system said, where it is the system that could not write; None for other errors."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    # Array files are written in C++, whose errors carry the system's words and not its numbers.
+    return next((os.strerror(code) for code in _STORAGE_ERRORS if os.strerror(code) in str(error)), None)
 
 
 def _check_target(saved: Any, target: Any, where: epath.Path, partial: bool) -> None:

@@ -138,6 +138,13 @@ def test_impossible_shapes_are_refused():
         ({"model_type": "mistral", "sliding_window": 4096}, "sliding window"),
         ({"model_type": "qwen3", "attention_bias": True}, "attention_bias"),
         ({"model_type": "qwen2", "vocab_size": 1}, "lacks the key"),
+        ([], "holds a list and not an object"),
+        (
+            {"model_type": "llama", "hidden_size": "32", "num_attention_heads": 4},
+            "hidden_size is '32'; it must be a whole",
+        ),
+        ({"model_type": "llama", "hidden_size": 32, "num_attention_heads": 0}, "num_attention_heads is 0; it must be"),
+        ({"model_type": "llama", "rope_scaling": 3, "hidden_size": 8, "num_attention_heads": 1}, "must be an object"),
     ],
 )
 def test_unsupported_checkpoints_are_refused(tmp_path, raw, message):

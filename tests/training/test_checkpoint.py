@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import optax
 import pytest
 from flax import nnx
 
-from mars2_jax.errors import ConfigError, DataError
+from mars2_jax.errors import ConfigError, DataError, StorageError
 from mars2_jax.training.checkpoint import Checkpointer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -293,3 +294,50 @@ def test_seal_names_every_file(tmp_path):
         if path.is_file()
     }
     assert sealed.keys() == found
+
+
+def test_latest_tells_step_and_meta_without_the_arrays(tmp_path):
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.latest() is None
+        for step in (1, 2):
+            checkpointer.save(step, {"x": jnp.ones(3)}, {"step was": step})
+        assert checkpointer.latest() == (2, {"step was": 2})
+
+
+def test_a_folder_that_cannot_be_made_is_told_at_once(tmp_path):
+    (tmp_path / "checkpoints").write_text("in the way")
+    with pytest.raises(StorageError, match="checkpoints cannot be written"):
+        Checkpointer(tmp_path)
+
+
+FULL = """
+import sys
+import jax.numpy as jnp
+from mars2_jax.errors import StorageError
+from mars2_jax.training.checkpoint import Checkpointer
+
+with Checkpointer(sys.argv[1]) as checkpointer:
+    try:
+        checkpointer.save(1, {"x": jnp.arange(2**20)}, {})
+        checkpointer.wait()
+    except StorageError as error:
+        print(error)
+        sys.exit(7)
+"""
+
+
+def test_a_full_disk_is_a_users_error(tmp_path):
+    """On a file system of its own with room for a quarter of the array."""
+    bwrap = ["bwrap", "--dev-bind", "/", "/", "--size", str(2**20), "--tmpfs", str(tmp_path)]
+    if shutil.which("bwrap") is None or subprocess.run([*bwrap, "true"], capture_output=True).returncode:
+        pytest.skip("no bubblewrap here")
+    done = subprocess.run(
+        [*bwrap, sys.executable, "-c", FULL, str(tmp_path)],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 7, done.stderr
+    assert "a checkpoint cannot be written" in done.stdout and "No space left on device" in done.stdout

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -14,12 +15,14 @@ from ml_collections import ConfigDict, FrozenConfigDict
 from rich.console import Console
 
 from mars2_jax.config import validate
-from mars2_jax.errors import ConfigError, DataError, ModelError, PromptTooLong
+from mars2_jax.errors import ConfigError, DataError, GraderError, ModelError, PromptTooLong
+from mars2_jax.grading.verdict import Grade, TestResult, Verdict
 from mars2_jax.models.files import open_checkpoint
 from mars2_jax.models.weights import load
 from mars2_jax.training.checkpoint import Checkpointer
 from mars2_jax.training.evaluation import run_evaluation
 from mars2_jax.training.metrics import read_metrics
+from mars2_jax.training.records import check_graded
 from mars2_jax.training.setup import claim
 from mars2_jax.training.trainer import train
 from mars2_jax.training.trees import read_trees, trees_path
@@ -264,6 +267,26 @@ def test_problems_without_public_tests_are_evaluated_without_a_search(finished, 
     scores = run_evaluation(FrozenConfigDict(config), None, Console(file=out, width=120))
     assert len(scores) == 2 and all(name.endswith("pass@1") for name in scores)
     assert "no Pass@1(MCTS)" in out.getvalue()
+
+
+def test_a_run_that_has_made_more_steps_is_left_alone(finished):
+    config, workdir, _ = finished
+    before = (pathlib.Path(workdir) / "config.json").read_text()
+    config = config.copy_and_resolve_references()
+    config.training.steps = 1
+    with pytest.raises(ConfigError, match="config.training.steps is 1, but the run in .* has made 2: raise it"):
+        train(FrozenConfigDict(config), str(workdir), Console(file=io.StringIO()))
+    assert (pathlib.Path(workdir) / "config.json").read_text() == before
+
+
+def test_a_grader_that_fails_on_every_program_ends_the_run():
+    def explored(*verdicts):
+        grades = [Grade(v, (TestResult(v, error="the sandbox died"),), ()) for v in verdicts]
+        return SimpleNamespace(attempts=[{1: SimpleNamespace(grade=grade)} for grade in grades])
+
+    check_graded(explored(Verdict.INFRA, Verdict.WRONG))
+    with pytest.raises(GraderError, match="failed on all 2 programs of this step .the sandbox died."):
+        check_graded(explored(Verdict.INFRA, Verdict.INFRA))
 
 
 @pytest.mark.parametrize(
