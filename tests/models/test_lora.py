@@ -25,7 +25,7 @@ def logits(graphdef, params):
     return model.logits(model(jnp.asarray(TOKENS)))
 
 
-@pytest.mark.parametrize("targets", [{"attention"}, {"mlp"}, {"attention", "mlp"}], ids=str)
+@pytest.mark.parametrize("targets", [{"attention"}, {"mlp"}, {"attention", "mlp"}], ids=lambda x: "+".join(sorted(x)))
 def test_targets_name_the_weights_with_adapters(targets):
     params = nnx.state(abstract_decoder(TINY, lora=Lora(3, 12.0, frozenset(targets))), nnx.LoRAParam)
     expected = {"attention": {"qkv_lora", "out_lora"}, "mlp": {"gate_lora", "up_lora", "down_lora"}}
