@@ -23,6 +23,8 @@ def main():
         raise DataError("two\\nlines")
     if config.data.source == "interrupt":
         import signal
+        # Ignored where the tests run in the background of a shell.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.raise_signal(signal.SIGINT)
     if config.data.source == "defect":
         raise RuntimeError("a defect")

@@ -86,7 +86,9 @@ class Checkpointer:
             registry.add(name, save, handler)
             registry.add(name, restore, handler)
         if read_only:
-            options = ocp.CheckpointManagerOptions(read_only=True)
+            # What Orbax would set by itself, with a warning for each.
+            options = ocp.CheckpointManagerOptions(read_only=True, create=False, save_interval_steps=0)
+            logging.getLogger("absl").addFilter(_says_more_than_read_only)
         else:
             # Now, not after the first step: Orbax would wait minutes for a folder that it cannot make.
             with storage(self.directory):
@@ -266,6 +268,11 @@ class Checkpointer:
             if sealed.get(name) != found.get(name):
                 return f"its file {name} is {'damaged' if name in found else 'missing'}"
         return None
+
+
+def _says_more_than_read_only(record: logging.LogRecord) -> bool:
+    """Orbax warns that a folder is read-only where it was told to take it so."""
+    return "directory is read only" not in record.getMessage()
 
 
 def _storage_reason(error: BaseException) -> str | None:
