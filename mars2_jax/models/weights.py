@@ -43,12 +43,14 @@ def check_tensors(checkpoint: Checkpoint) -> None:
     Raises:
       ModelError: a parameter without a tensor, or a tensor that no parameter uses; the names are listed.
     """
-    config = checkpoint.config
-    flat = nnx.to_flat_state(nnx.state(abstract_decoder(config)))
+    _check_tensors(checkpoint, nnx.to_flat_state(nnx.state(abstract_decoder(checkpoint.config))))
+
+
+def _check_tensors(checkpoint: Checkpoint, flat) -> None:
     needed = {source for path, variable in flat for source in sources(parameter_name(path), variable.shape)}
     if missing := sorted(needed - checkpoint.names):
         raise ModelError(f"the checkpoint lacks {len(missing)} tensors: {_some(missing)}")
-    if unused := checkpoint.names - needed - _ignorable(config, checkpoint.names):
+    if unused := checkpoint.names - needed - _ignorable(checkpoint.config, checkpoint.names):
         raise ModelError(f"the checkpoint holds {len(unused)} tensors that the model has no place for: {_some(unused)}")
 
 
@@ -72,9 +74,9 @@ def load(
         are listed.
     """
     config = checkpoint.config
-    check_tensors(checkpoint)
     graphdef, abstract = nnx.split(abstract_decoder(config, dtype=dtype, param_dtype=param_dtype, attention=attention))
     flat = nnx.to_flat_state(abstract)
+    _check_tensors(checkpoint, flat)
     placement = dict(nnx.to_flat_state(shardings)) if shardings is not None else {}
     loaded = {}
     # The largest first: what a parameter costs beyond its own size while it is read is then spent when little is there.

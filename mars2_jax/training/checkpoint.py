@@ -277,8 +277,9 @@ def _says_more_than_read_only(record: logging.LogRecord) -> bool:
 
 def _storage_reason(error: BaseException) -> str | None:
     """What the system said, where it is the system that could not write; None for other errors."""
-    if isinstance(error, OSError):
-        return error.strerror or str(error)
+    # Not every OSError: a defect may have been raised while another, harmless one was handled.
+    if isinstance(error, OSError) and error.errno in _STORAGE_ERRORS:
+        return error.strerror
     # Array files are written in C++, whose errors carry the system's words and not its numbers.
     return next((os.strerror(code) for code in _STORAGE_ERRORS if os.strerror(code) in str(error)), None)
 

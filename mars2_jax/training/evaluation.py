@@ -89,11 +89,12 @@ def run_evaluation(config: FrozenConfigDict, workdir: str | None, console: Conso
     if workdir is not None and not pathlib.Path(workdir, "checkpoints").is_dir():
         raise DataError(f"no checkpoints in {workdir}: give the workdir of a training run, or none")
     with contextlib.ExitStack() as stack:
+        # The grader first, as in training: Orbax wakes JAX.
+        grader = stack.enter_context(start_grader(config))
         checkpointer = None
         if workdir is not None:
             checkpointer = stack.enter_context(Checkpointer(workdir, read_only=True))
             _check_made_by(config, checkpointer, workdir)
-        grader = stack.enter_context(start_grader(config))
         searched = problems if searchable(config, problems) else []
         setup = Setup.check(config, searched=searched, answered=problems, learn=False)
         console.print(f"loading {', '.join(setup.files)}", highlight=False)

@@ -57,7 +57,12 @@ def train(config: FrozenConfigDict, workdir: str, console: Console | None = None
     judges = eval_problems(config) if config.training.evaluate else []
     searched = [*problems, *(judges if searchable(config, judges) else [])]
     keep, every = config.training.keep, config.training.checkpoint_every
-    with claim(workdir) as folder, Checkpointer(folder, keep=keep, every=every) as checkpointer:
+    # The grader first: its processes must not be started from one in which JAX's threads run, and Orbax wakes them.
+    with (
+        claim(workdir) as folder,
+        start_grader(config) as grader,
+        Checkpointer(folder, keep=keep, every=every) as checkpointer,
+    ):
         if (latest := checkpointer.latest()) is not None:
             step, meta = latest
             check_resumable(meta["config"], as_json(config))
@@ -66,10 +71,9 @@ def train(config: FrozenConfigDict, workdir: str, console: Console | None = None
                     f"config.training.steps is {config.training.steps}, but the run in {workdir} has made {step}: "
                     "raise it, or choose another --workdir"
                 )
-        with start_grader(config) as grader:
-            setup = Setup.check(config, searched=searched, answered=judges)
-            with jax.set_mesh(setup.mesh):
-                Trainer(setup, problems, judges, grader, checkpointer, folder, console).run()
+        setup = Setup.check(config, searched=searched, answered=judges)
+        with jax.set_mesh(setup.mesh):
+            Trainer(setup, problems, judges, grader, checkpointer, folder, console).run()
 
 
 class Trainer:
@@ -97,6 +101,9 @@ class Trainer:
     def run(self) -> None:
         """Trains to the last step, evaluating before and after, and prints what came of it."""
         steps = self.config.training.steps
+        if self.step < steps:
+            # A finished run is only shown again: that takes no room.
+            check_space(self.workdir, sum(x.nbytes for x in jax.tree.leaves([a.state for a in self.learners])))
         write_config(self.config, self.workdir)
         resumed = self.step or None
         if resumed:
@@ -200,9 +207,7 @@ class Trainer:
         self.checkpointer.save(self.step, {agent.name: agent.state for agent in self.learners}, meta, host)
 
     def _restore(self) -> int:
-        states = {agent.name: agent.abstract_state() for agent in self.learners}
-        check_space(self.workdir, sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(states)))
-        saved = self.checkpointer.restore(states)
+        saved = self.checkpointer.restore({agent.name: agent.abstract_state() for agent in self.learners})
         if saved is None:
             return 0
         for agent in self.learners:
