@@ -130,6 +130,17 @@ def default_config() -> ConfigDict:
                 min_p=0.0,
                 # Strings that end a response, the end-of-turn tokens apart.
                 stop=(),
+                # Attention of a new token to its past: "xla" everywhere, "paged" (reads no more than each slot's own
+                # length) on TPUs in bfloat16; "auto" is the fastest that runs on the mesh.
+                attention="auto",
+                # Weights that engines decode with: "model" (in the model's dtype), or "int8" (those of the layers'
+                # matmuls in eight bits, a scale for each output channel): half of bfloat16's memory and reads, and
+                # log-probs that differ from the trainer's (agent/<name>/logprob_gap), which learning.tis can correct.
+                weights="model",
+                # The same devices as another mesh for engines: weights are handed over from device to device. Decoding
+                # gathers what fsdp has split of the embedding and the head for every token: data and tensor alone
+                # are faster where the weights fit. All zeros is config.mesh itself; one size may be -1.
+                mesh=dict(data=0, fsdp=0, tensor=0),
             ),
             prompts=dict(
                 # What a refinement prompt tells about the failure: "summary" or "detailed".
@@ -220,6 +231,8 @@ _CHOICES = {
     "search.strategy": ("mars2", "rs2", "flat_multi", "grpo", "best_first", "round_robin"),
     "search.order": ("agent_first", "node_first"),
     "search.posterior": ("beta", "gaussian"),
+    "rollout.attention": ("auto", "xla", "paged"),
+    "rollout.weights": ("model", "int8"),
     "prompts.feedback": ("summary", "detailed"),
     "grading.isolation": ("bubblewrap", "none"),
     "grading.reward": ("all", "fraction"),
@@ -405,12 +418,9 @@ def _check_value(name: str, value: Any, default: Any) -> None:
 
 
 def _check_combinations(config: ConfigDict) -> None:
-    mesh = config.mesh.to_dict()
-    for axis, size in mesh.items():
-        if size < 1 and size != -1:
-            raise ConfigError(f"config.mesh.{axis} is {size}; it must be at least 1, or -1 for all devices left")
-    if sum(size == -1 for size in mesh.values()) > 1:
-        raise ConfigError(f"config.mesh has more than one -1: {mesh}; only one axis can take all devices left")
+    _check_mesh("mesh", config.mesh.to_dict())
+    if any(config.rollout.mesh.values()):
+        _check_mesh("rollout.mesh", config.rollout.mesh.to_dict(), ", or all three 0 for config.mesh")
     for name, agent in config.agents.items():
         if not agent.model.path:
             raise ConfigError(f"config.agents.{name}.model.path is empty: name a model folder or file")
@@ -447,6 +457,16 @@ def _check_combinations(config: ConfigDict) -> None:
         raise ConfigError(
             f"config.learning.tis_veto is {learning.tis_veto}, but config.learning.tis is 'off'; set tis to use it"
         )
+
+
+def _check_mesh(key: str, sizes: dict[str, int], otherwise: str = "") -> None:
+    for axis, size in sizes.items():
+        if size < 1 and size != -1:
+            raise ConfigError(
+                f"config.{key}.{axis} is {size}; it must be at least 1, or -1 for all devices left{otherwise}"
+            )
+    if sum(size == -1 for size in sizes.values()) > 1:
+        raise ConfigError(f"config.{key} has more than one -1: {sizes}; only one axis can take all devices left")
 
 
 def _check_search(config: ConfigDict) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from mars2_jax.models.config import ModelConfig
 from mars2_jax.parallel.mesh import constrain
@@ -16,7 +17,7 @@ __all__ = [
     "KeyValues",
     "LayerCache",
     "append",
-    "cached_attention",
+    "cache_length",
     "constrain_cache",
     "empty",
     "grow",
@@ -26,15 +27,32 @@ __all__ = [
 ]
 
 
-class LayerCache(NamedTuple):
-    """One layer's keys and values.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerCache:
+    """One layer's keys and values, in the layout that its attention reads in order.
 
-    The layouts are those that the two matmuls of attention read in order: keys are contracted over head_dim, values
-    over length. With keys stored like values, XLA's CPU backend takes half as long again.
+    Attributes:
+      key: [slots, kv_heads, length, head_dim]; for "xla_cpu" [slots, kv_heads, head_dim, length].
+      value: [slots, kv_heads, length, head_dim].
+      attention: how a new token attends to them, see `models.decode_attention.choose_decode_attention`. Static.
     """
 
-    key: Float[Array, "slots kv_heads head_dim length"]
+    key: Float[Array, "slots kv_heads length_or_head_dim head_dim_or_length"]
     value: Float[Array, "slots kv_heads length head_dim"]
+    attention: str = dataclasses.field(metadata=dict(static=True))
+
+    @property
+    def transposed(self) -> bool:
+        """Whether the keys' head_dim comes before their length: the order in which the scores' matmul contracts them.
+        With keys stored like values XLA's CPU backend takes half as long again; its TPU backend stores both alike
+        whatever it is given, and copies all keys in every call if they come otherwise."""
+        return self.attention == "xla_cpu"
+
+    def map(self, function: Callable[[Array, int], Array]) -> LayerCache:
+        """The same with `function(array, axis of its length)` in the place of each array."""
+        key = function(self.key, 3 if self.transposed else 2)
+        return dataclasses.replace(self, key=key, value=function(self.value, 2))
 
 
 AXES = ("rows", "kv_heads", None, None)
@@ -44,12 +62,17 @@ KeyValues = tuple[LayerCache, ...]
 """All layers. One pair of arrays a layer: slices of a stacked array would be copied in every step."""
 
 
-def empty(config: ModelConfig, slots: int, length: int, dtype) -> KeyValues:
-    """A cache of zeros."""
-    shape = (slots, config.kv_heads, config.head_dim, length)
+def empty(config: ModelConfig, slots: int, length: int, dtype, attention: str) -> KeyValues:
+    """A cache of zeros, for an implementation of `models.decode_attention`."""
+    entries = (slots, length, config.kv_heads, config.head_dim)
     return tuple(
-        LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype).swapaxes(2, 3)) for _ in range(config.layers)
+        layer_cache(jnp.zeros(entries, dtype), jnp.zeros(entries, dtype), attention) for _ in range(config.layers)
     )
+
+
+def cache_length(cache: KeyValues) -> int:
+    """Entries that a slot has room for."""
+    return cache[0].value.shape[2]
 
 
 def constrain_cache(cache: KeyValues) -> KeyValues:
@@ -58,10 +81,13 @@ def constrain_cache(cache: KeyValues) -> KeyValues:
 
 
 def layer_cache(
-    key: Float[Array, "rows length kv_heads head_dim"], value: Float[Array, "rows length kv_heads head_dim"]
+    key: Float[Array, "rows length kv_heads head_dim"],
+    value: Float[Array, "rows length kv_heads head_dim"],
+    attention: str,
 ) -> LayerCache:
-    """Keys and values as a layer computes them, in the cache's layout."""
-    return LayerCache(key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3))
+    """Keys and values as a layer computes them, in the layout for an implementation of `models.decode_attention`."""
+    order = (0, 2, 3, 1) if attention == "xla_cpu" else (0, 2, 1, 3)
+    return LayerCache(key.transpose(order), value.transpose(0, 2, 1, 3), attention)
 
 
 def grow(cache: KeyValues, length: int) -> KeyValues:
@@ -70,7 +96,7 @@ def grow(cache: KeyValues, length: int) -> KeyValues:
     def pad(x: Array, axis: int) -> Array:
         return jnp.pad(x, [(0, length - n if i == axis else 0) for i, n in enumerate(x.shape)])
 
-    return tuple(LayerCache(pad(layer.key, 3), pad(layer.value, 2)) for layer in cache)
+    return tuple(layer.map(pad) for layer in cache)
 
 
 def insert(cache: KeyValues, prompt: KeyValues, slot: Int[Array, ""]) -> KeyValues:
@@ -91,17 +117,9 @@ def append(
 ) -> LayerCache:
     """Writes one new entry a slot at the slot's own length; a slot that is full keeps what it has."""
     slot = jnp.arange(length.shape[0])
-    return LayerCache(
-        layer.key.at[slot, :, :, length].set(key[:, 0], mode="drop"),
-        layer.value.at[slot, :, length].set(value[:, 0], mode="drop"),
+    at = (slot, slice(None), slice(None), length) if layer.transposed else (slot, slice(None), length)
+    return dataclasses.replace(
+        layer,
+        key=layer.key.at[at].set(key[:, 0], mode="drop"),
+        value=layer.value.at[slot, :, length].set(value[:, 0], mode="drop"),
     )
-
-
-def cached_attention(
-    query: Float[Array, "slots 1 kv_heads group head_dim"], layer: LayerCache, mask: Bool[Array, "slots 1 1 length"]
-) -> Float[Array, "slots 1 kv_heads group head_dim"]:
-    """Attention of one new token a slot over the entries that the mask lets through, softmax in float32."""
-    q = query[:, 0]
-    scores = jnp.einsum("bkgh,bkhs->bkgs", q, layer.key, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-    weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1).astype(layer.value.dtype)
-    return jnp.einsum("bkgs,bksh->bkgh", weights, layer.value)[:, None]

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key, Shaped
 
 from mars2_jax.models.attention import rope_frequencies, rotate
 from mars2_jax.models.causal_attention import ATTENTION_OUTPUT, causal_attention
@@ -55,14 +55,19 @@ _zeros = nnx.initializers.zeros
 
 
 def _linear(
-    x: Float[Array, "*batch in"], weight: Float[Array, "out in"], adapter: Adapter | None = None
+    x: Float[Array, "*batch in"],
+    weight: Shaped[Array, "out in"],
+    scale: nnx.Param | None,
+    adapter: Adapter | None,
 ) -> Float[Array, "*batch out"]:
-    """x · weightᵀ, and what the weight's adapter adds.
+    """x · weightᵀ, times the scales of a weight of int8 codes, and what the weight's adapter adds.
 
     Two-dimensional on purpose: of a weight with more axes XLA's CPU backend makes a transposed copy in every call. The
     callers flatten only axes that lie behind the one that may be sharded, so that shardings pass through the reshape.
     """
     y = jnp.einsum("...i,oi->...o", x, weight.astype(x.dtype))
+    if scale is not None:
+        y = (y.astype(jnp.float32) * scale[...].reshape(-1)).astype(x.dtype)
     return y if adapter is None else y + adapter(x)
 
 
@@ -94,6 +99,9 @@ class Attention(nnx.Module):
             _weight(rngs, _zeros, (k, g + 2, h), ("kv_heads", None, None), param_dtype) if config.qkv_bias else None
         )
         self.out = _weight(rngs, _normal, (d, k, g, h), ("embed", "kv_heads", None, None), param_dtype)
+        # See `models.quantize`.
+        self.qkv_scale: nnx.Param | None = None
+        self.out_scale: nnx.Param | None = None
         self.qkv_lora = adapter(lora, "attention", self.qkv, 1, rngs)
         self.out_lora = adapter(lora, "attention", self.out, 3, rngs)
         norm = functools.partial(RMSNorm, h, None, config.norm_eps, rngs=rngs, param_dtype=param_dtype)
@@ -101,7 +109,7 @@ class Attention(nnx.Module):
         self.key_norm = norm() if config.qk_norm else None
 
     def __call__(self, x: Float[Array, "batch length embed"], sin, cos, attend) -> tuple[jax.Array, Any]:
-        qkv = _linear(x, self.qkv[...].reshape(-1, x.shape[-1]), self.qkv_lora)
+        qkv = _linear(x, self.qkv[...].reshape(-1, x.shape[-1]), self.qkv_scale, self.qkv_lora)
         qkv = qkv.reshape(x.shape[:2] + self.qkv.shape[:3])
         if self.qkv_bias is not None:
             qkv = qkv + self.qkv_bias[...].astype(x.dtype)
@@ -110,7 +118,7 @@ class Attention(nnx.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         mixed, extra = attend(rotate(query, sin, cos), rotate(key, sin, cos), value)
         out = self.out[...].reshape(x.shape[-1], -1)
-        return _linear(mixed.reshape(x.shape[:2] + (-1,)), out, self.out_lora), extra
+        return _linear(mixed.reshape(x.shape[:2] + (-1,)), out, self.out_scale, self.out_lora), extra
 
 
 class MLP(nnx.Module):
@@ -121,13 +129,18 @@ class MLP(nnx.Module):
         self.gate = _weight(rngs, _normal, (f, d), ("mlp", "embed"), param_dtype)
         self.up = _weight(rngs, _normal, (f, d), ("mlp", "embed"), param_dtype)
         self.down = _weight(rngs, _normal, (d, f), ("embed", "mlp"), param_dtype)
+        # See `models.quantize`.
+        self.gate_scale: nnx.Param | None = None
+        self.up_scale: nnx.Param | None = None
+        self.down_scale: nnx.Param | None = None
         self.gate_lora = adapter(lora, "mlp", self.gate, 1, rngs)
         self.up_lora = adapter(lora, "mlp", self.up, 1, rngs)
         self.down_lora = adapter(lora, "mlp", self.down, 1, rngs)
 
     def __call__(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch length embed"]:
-        gate, up = _linear(x, self.gate[...], self.gate_lora), _linear(x, self.up[...], self.up_lora)
-        return _linear(jax.nn.silu(gate) * up, self.down[...], self.down_lora)
+        gate = _linear(x, self.gate[...], self.gate_scale, self.gate_lora)
+        up = _linear(x, self.up[...], self.up_scale, self.up_lora)
+        return _linear(jax.nn.silu(gate) * up, self.down[...], self.down_scale, self.down_lora)
 
 
 class Block(nnx.Module):

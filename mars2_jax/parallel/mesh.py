@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Shaped
 
 from mars2_jax.errors import ConfigError
@@ -28,6 +28,7 @@ __all__ = [
     "placed",
     "platform",
     "replicated",
+    "rollout_mesh",
     "row_shards",
     "rows",
 ]
@@ -47,12 +48,17 @@ RULES: Mapping[str, tuple[str, ...]] = {
 """Logical axis -> the mesh axes that it is split over, outermost first."""
 
 
-def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None, *, key: str = "mesh") -> Mesh:
     """A mesh with the axes `data`, `fsdp`, `tensor`; one size may be -1 and takes the devices that are left.
 
     The axes are `Auto`: shardings are propagated by the compiler from the arguments and from `constrain`.
     `jax.make_mesh` would make them `Explicit`, where every gather from a sharded table, every reshape of a sharded axis
     and every `lax.while_loop` carry must be told its sharding: the rule table would be spread over the model again.
+
+    Args:
+      sizes: of the axes.
+      devices: None are all there are.
+      key: where `sizes` comes from, for the message.
 
     Raises:
       ConfigError: the sizes do not multiply to the number of devices.
@@ -60,18 +66,30 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = N
     devices = list(jax.devices() if devices is None else devices)
     shape = [sizes[axis] for axis in MESH_AXES]
     if shape.count(-1) > 1 or any(n < 1 and n != -1 for n in shape):
-        raise ConfigError(f"config.mesh {dict(sizes)}: sizes are positive, at most one of them -1")
+        raise ConfigError(f"config.{key} {dict(sizes)}: sizes are positive, at most one of them -1")
     known = int(np.prod([n for n in shape if n != -1]))
     shape = [len(devices) // known if n == -1 else n for n in shape]
     if int(np.prod(shape)) != len(devices):
-        raise ConfigError(f"config.mesh {dict(sizes)} does not cover {len(devices)} devices: make the product equal")
+        raise ConfigError(f"config.{key} {dict(sizes)} does not cover {len(devices)} devices: make the product equal")
     return Mesh(np.asarray(devices).reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
-def platform(mesh: Mesh) -> str:
-    """What the mesh is made of: "cpu", "cuda", "rocm" or "tpu". This process may run on something else and only compile
-    for it."""
-    device = mesh.devices.flat[0]
+def rollout_mesh(sizes: Mapping[str, int], training: Mesh) -> Mesh:
+    """The mesh on which engines decode: of the training's devices, in the same order; that mesh itself where all sizes
+    are 0.
+
+    Raises:
+      ConfigError: as `make_mesh`.
+    """
+    if not any(sizes.values()):
+        return training
+    return make_mesh(sizes, list(training.devices.flat), key="rollout.mesh")
+
+
+def platform(where: Mesh | Sharding) -> str:
+    """What devices are: "cpu", "cuda", "rocm" or "tpu". This process may run on something else and only compile for
+    them."""
+    device = where.devices.flat[0] if isinstance(where, Mesh) else next(iter(where.device_set))
     if device.platform == "gpu":
         return "rocm" if "rocm" in device.client.platform_version else "cuda"
     return device.platform

@@ -55,7 +55,9 @@ class Outcome:
 def compile_program(program: Program) -> Outcome:
     """Compiles a program and reads its memory and its cost. A program too large for the chip is an outcome, too."""
     try:
-        compiled = program.lower().compile()
+        # The mesh is in context as it is in the run.
+        with jax.set_mesh(program.mesh):
+            compiled = program.lower().compile()
     except jax.errors.JaxRuntimeError as error:
         needed = refused_bytes(str(error), program.resident)
         if needed is None:

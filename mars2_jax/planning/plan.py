@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import jax
 from ml_collections import FrozenConfigDict
 from rich.console import Console
 
@@ -46,8 +45,7 @@ def make_plan(
         check_length(path, shape, longest_sequence(config))
     programs, residents = team_programs(config, {name: shapes[path][0] for name, path in paths.items()}, mesh)
     outcomes = []
-    # The mesh is in context as it is in the run.
-    with jax.set_mesh(mesh), console.status("compiling") as status:
+    with console.status("compiling") as status:
         for program in programs:
             status.update(f"compiling {program.kind} of {', '.join(program.agents)}: {program.size}")
             outcomes.append(compile_program(program))

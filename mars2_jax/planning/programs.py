@@ -27,7 +27,7 @@ from mars2_jax.models.lora import Lora, learned
 from mars2_jax.parallel.mesh import placed, replicated, row_shards, rows
 from mars2_jax.rollout import programs
 from mars2_jax.rollout.engine import SHORTEST, prefill_rows
-from mars2_jax.training.agent import abstract_policy, longest_sequence
+from mars2_jax.training.agent import abstract_policy, engine_attention, longest_sequence, make_handover
 
 __all__ = ["Program", "Resident", "device_bytes", "team_programs"]
 
@@ -59,6 +59,7 @@ class Program:
       agents: those that run it.
       size: what one run of it works on, for people.
       tokens: those of one run, padding included.
+      mesh: what it runs on, which is in context while it is lowered.
       lower: makes it ready to be compiled.
       resident: bytes of its arguments, on each device, that are there anyway (weights, caches).
     """
@@ -67,6 +68,7 @@ class Program:
     agents: tuple[str, ...]
     size: str
     tokens: int
+    mesh: Mesh
     lower: Callable[[], jax.stages.Lowered]
     resident: int
 
@@ -88,12 +90,13 @@ def team_programs(
     """
     found: dict[Hashable, Program] = {}
     residents: list[Resident] = []
-    held: set[str] = set()
+    held: set[tuple[str, str]] = set()
     for name, agent in run.agents.items():
         plan = _AgentPlan(name, run, agent, models[name], mesh)
-        if plan.keeps_base and agent.model.path not in held:
-            held.add(agent.model.path)
-            residents.append(Resident(name, "checkpoint's weights", device_bytes(plan.checkpoint)))
+        for what, tree in plan.shared().items():
+            if (agent.model.path, what) not in held:
+                held.add((agent.model.path, what))
+                residents.append(Resident(name, what, device_bytes(tree)))
         residents += plan.residents()
         for key, program in plan.programs():
             if key in found:
@@ -108,20 +111,24 @@ class _AgentPlan:
     def __init__(self, name: str, run: FrozenConfigDict, config: FrozenConfigDict, model: ModelConfig, mesh: Mesh):
         self.name, self.run, self.config, self.model, self.mesh = name, run, config, model, mesh
         decoder = abstract_policy(config.model, model, mesh, key=f"agents.{name}.model")
-        self.graphdef, everything = nnx.split(decoder)
-        self.weights_dtype = decoder.dtype
-        self.weights = jax.tree.map(lambda x: _shape(x, decoder.dtype, x.sharding), everything)
+        everything = nnx.state(decoder)
+        weights = jax.tree.map(lambda x: _shape(x, decoder.dtype, x.sharding), everything)
         # What it learns, and what lies under its adapters.
         self.lora = Lora.from_config(config.model.lora)
         self.params = nnx.filter_state(everything, learned(self.lora))
-        self.checkpoint = nnx.filter_state(self.weights, nnx.Not(nnx.LoRAParam))
+        self.checkpoint = nnx.filter_state(weights, nnx.Not(nnx.LoRAParam))
         self.base = self.checkpoint if self.lora else None
+        # What it decodes with.
+        self.handover = make_handover(decoder, run, mesh)
+        self.graphdef = nnx.graphdef(self.handover.decoder)
+        place = lambda x, sharding: _shape(x, x.dtype, sharding)
+        converted = jax.eval_shape(self.handover.convert, weights)
+        self.engine = jax.tree.map(place, converted, self.handover.shardings(weights))
+        self.dtype, self.attention = decoder.dtype, engine_attention(decoder, run, mesh)
         rollout = run.rollout
         self.capacity = longest_sequence(run)
-        length = bucket(self.capacity, SHORTEST)
-        cache = jax.eval_shape(lambda: kv.empty(model, rollout.slots, length, decoder.dtype))
-        self.cache = jax.tree.map(lambda x: _shape(x, x.dtype, placed(mesh, kv.AXES, x.shape)), cache)
-        self.length = length
+        self.length = bucket(self.capacity, SHORTEST)
+        self.cache = self._entries(rollout.slots, self.length)
         self.learner = Learner.create(
             decoder,
             run.learning,
@@ -130,11 +137,25 @@ class _AgentPlan:
             budget=rollout.max_new_tokens,
         )
 
-    @property
-    def keeps_base(self) -> bool:
-        """Whether the checkpoint's weights stay, shared by all agents that name it: as what an agent decodes with, as
-        what lies under its adapters, or as the reference of the KL term."""
-        return not self.config.trainable or self.lora is not None or self.run.learning.kl_coef > 0
+    def _entries(self, rows: int, length: int) -> Any:
+        """Keys and values where the engine has them."""
+        entries = jax.eval_shape(lambda: kv.empty(self.model, rows, length, self.dtype, self.attention))
+        mesh = self.handover.mesh
+        return jax.tree.map(lambda x: _shape(x, x.dtype, placed(mesh, kv.AXES, x.shape)), entries)
+
+    def shared(self) -> dict[str, Any]:
+        """The checkpoint's weights that stay, shared by all agents that name it, see `training.agent.Weights`: under
+        its adapters and as the reference of the KL term; for an engine that has nothing else, and under its adapters
+        there. They are the same arrays if the engine's are not others."""
+        trains = self.config.trainable and (self.lora is not None or self.run.learning.kl_coef > 0)
+        decodes = not self.config.trainable or self.lora is not None
+        plain, moved = "checkpoint's weights", "checkpoint's weights for engines"
+        kept: dict[str, Any] = {}
+        if trains or (decodes and not self.handover.copies):
+            kept[plain] = self.checkpoint
+        if decodes and self.handover.copies:
+            kept[moved] = nnx.filter_state(self.engine, nnx.Not(nnx.LoRAParam))
+        return kept
 
     def residents(self) -> list[Resident]:
         """What the agent keeps for itself, as `training.agent.Agent` does."""
@@ -143,7 +164,7 @@ class _AgentPlan:
             state = self.learner.abstract(self.params)
             kept["master weights"] = state.params
             kept["optimizer state"] = state.opt_state
-            kept["engine weights"] = nnx.filter_state(self.weights, learned(self.lora))
+            kept["engine weights"] = nnx.filter_state(self.engine, learned(self.lora))
         kept["key-value cache"] = self.cache
         kept["prefilled prompts"] = self._prompt_memory()
         return [Resident(self.name, what, device_bytes(tree)) for what, tree in kept.items()]
@@ -151,8 +172,7 @@ class _AgentPlan:
     def _prompt_memory(self) -> Any:
         """The prompts that the engine keeps prefilled, one row each, when their room is full."""
         tokens = self.run.rollout.prompt_memory or self.run.rollout.slots * self.capacity
-        entries = jax.eval_shape(lambda: kv.empty(self.model, 1, tokens, self.weights_dtype))
-        return jax.tree.map(lambda x: _shape(x, x.dtype, placed(self.mesh, kv.AXES, x.shape)), entries)
+        return self._entries(1, tokens)
 
     def programs(self) -> list[tuple[Hashable, Program]]:
         """The agent's programs, with a key that is equal where the compiled program is."""
@@ -163,20 +183,19 @@ class _AgentPlan:
 
     def _prefill(self) -> tuple[Hashable, Program]:
         longest = max(self.run.rollout.max_prompt_tokens, self.run.eval.max_prompt_tokens)
-        count, length = prefill_rows(row_shards(self.mesh)), bucket(max(longest - 1, 1), SHORTEST)
+        count, length = prefill_rows(row_shards(self.handover.mesh)), bucket(max(longest - 1, 1), SHORTEST)
         tokens = self._by_rows(jax.ShapeDtypeStruct((count, length), jnp.int32))
-        arguments = (self.graphdef, self.weights, tokens)
-        return self._program(
-            "prefill", f"{count} prompts x {length:,} tokens", count * length, programs.prefill, arguments, self.weights
-        )
+        arguments = (self.graphdef, self.engine, tokens, self.attention)
+        size = f"{count} prompts x {length:,} tokens"
+        return self._program("prefill", size, count * length, programs.prefill, arguments, self.engine)
 
     def _decode(self) -> tuple[Hashable, Program]:
         count = self.run.rollout.slots
         slots = self._by_rows(jax.eval_shape(lambda: programs.empty_slots(count)))
-        stops = jax.ShapeDtypeStruct((_STOP_IDS,), jnp.int32, sharding=replicated(self.mesh))
-        arguments = (self.graphdef, self.weights, self.cache, slots, stops, self.run.rollout.chunk)
+        stops = jax.ShapeDtypeStruct((_STOP_IDS,), jnp.int32, sharding=replicated(self.handover.mesh))
+        arguments = (self.graphdef, self.engine, self.cache, slots, stops, self.run.rollout.chunk)
         size = f"{count} slots x {self.length:,} tokens, a token each"
-        return self._program("decode", size, count, programs.decode, arguments, (self.weights, self.cache))
+        return self._program("decode", size, count, programs.decode, arguments, (self.engine, self.cache))
 
     def _score(self) -> tuple[Hashable, Program]:
         count = self.run.learning.micro_batch_size
@@ -218,7 +237,7 @@ class _AgentPlan:
 
     def _by_rows(self, tree: Any) -> Any:
         axes = lambda x: ("rows", *(None,) * (len(x.shape) - 1))
-        return jax.tree.map(lambda x: _shape(x, x.dtype, placed(self.mesh, axes(x), x.shape)), tree)
+        return jax.tree.map(lambda x: _shape(x, x.dtype, placed(self.handover.mesh, axes(x), x.shape)), tree)
 
     def _longest_row(self) -> tuple[np.ndarray, np.ndarray]:
         rollout = self.run.rollout
@@ -227,7 +246,9 @@ class _AgentPlan:
     def _program(
         self, kind: str, size: str, tokens: int, jitted: Any, arguments: tuple, resident: Any, *key: Hashable
     ) -> tuple[Hashable, Program]:
-        program = Program(kind, (self.name,), size, tokens, lambda: jitted.lower(*arguments), device_bytes(resident))
+        mesh = self.handover.mesh if kind in ("prefill", "decode") else self.mesh
+        lower = lambda: jitted.lower(*arguments)
+        program = Program(kind, (self.name,), size, tokens, mesh, lower, device_bytes(resident))
         return (kind, *key, jax.tree.structure(arguments), *jax.tree.leaves(arguments)), program
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -12,13 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from mars2_jax.errors import PromptTooLong
 from mars2_jax.models import cache as kv
 from mars2_jax.models.buckets import bucket
+from mars2_jax.models.decode_attention import choose_decode_attention
 from mars2_jax.models.decoder import Decoder
-from mars2_jax.parallel.mesh import placed, row_shards
+from mars2_jax.parallel.mesh import placed, platform, row_shards
 from mars2_jax.rollout import programs
 from mars2_jax.rollout.types import Completion, Finish, Request
 
@@ -67,6 +69,19 @@ class _Running:
         return Completion(self.request.id, self.request.prompt, self.tokens, self.logprobs, self.scores, finish)
 
 
+def _on_own_mesh(method: Callable[[Engine], Any]) -> Callable[[Engine], Any]:
+    """The method of an engine, run with the mesh of its parameters in context, which may be another than a training's.
+    It is entered for every call: a context belongs to a thread."""
+
+    @functools.wraps(method)
+    def run(self: Engine) -> Any:
+        mesh = self._beside.mesh if isinstance(self._beside, NamedSharding) else None
+        with jax.set_mesh(mesh) if isinstance(mesh, Mesh) else contextlib.nullcontext():
+            return method(self)
+
+    return run
+
+
 def prefill_rows(shards: int) -> int:
     """Prompts in one prefill call where the rows of a batch are split into `shards` parts: four, rounded up to a
     multiple of that. With fewer in the queue it is one a part; rows that stay without a prompt are computed by devices
@@ -91,6 +106,8 @@ class Engine:
       detokenize: token ids to text, for requests with stop strings.
       prompt_memory: tokens of prefilled prompts kept for reuse, padding included; None keeps as many as the cache
         holds.
+      attention: how a new token attends to the cache, see `models.decode_attention.choose_decode_attention` (not
+        "auto"); None is the fastest that runs where the parameters lie.
     """
 
     def __init__(
@@ -103,11 +120,15 @@ class Engine:
         stop_ids: Sequence[int],
         detokenize: Callable[[np.ndarray], str] | None = None,
         prompt_memory: int | None = None,
+        attention: str | None = None,
     ):
         self._graphdef, self._params = nnx.split(decoder)
         self._config, self._dtype = decoder.config, decoder.dtype
         self._chunk, self.capacity = chunk, capacity
         self._beside = jax.tree.leaves(self._params)[0].sharding
+        self._attention = attention or choose_decode_attention(
+            "auto", platform=platform(self._beside), dtype=self._dtype, head_dim=self._config.head_dim
+        )
         stops = np.asarray([*stop_ids] or [-1], np.int32)
         self._stop_ids = jax.device_put(stops, self._placement((None,), stops.shape))
         self._detokenize = detokenize
@@ -194,6 +215,7 @@ class Engine:
         self._queue.append((self._submitted, request))
         self._submitted += 1
 
+    @_on_own_mesh
     def step(self) -> list[Completion]:
         """Fills free slots from the queue, decodes one chunk, and returns what finished, in order of submission."""
         self._admit()
@@ -248,7 +270,8 @@ class Engine:
 
     def _empty_cache(self, length: int) -> kv.KeyValues:
         """A cache of zeros, each device's part made on the device."""
-        shapes = jax.eval_shape(functools.partial(kv.empty, self._config, len(self._running), length, self._dtype))
+        size = (len(self._running), length, self._dtype, self._attention)
+        shapes = jax.eval_shape(functools.partial(kv.empty, self._config, *size))
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=self._placement(kv.AXES, x.shape)), shapes)
 
     def _prefill(self, requests: Sequence[Request]) -> None:
@@ -269,7 +292,7 @@ class Engine:
             for row, (_, prompt) in enumerate(batch):
                 tokens[row, : len(prompt) - 1] = prompt[:-1]
                 self.prefilled_tokens += len(prompt) - 1
-            entries = programs.prefill(self._graphdef, self._params, self._put_rows(tokens))
+            entries = programs.prefill(self._graphdef, self._params, self._put_rows(tokens), self._attention)
             for row, (key, _) in enumerate(batch):
                 self._memory[key] = programs.take_row(entries, np.int32(row)) if rows > 1 else entries
 
@@ -279,7 +302,7 @@ class Engine:
         for slot, request in admitted:
             if len(request.prompt) > 1:
                 entries = self._memory[request.prompt.astype(np.int32).tobytes()]
-                self._reserve(entries[0].value.shape[2])
+                self._reserve(kv.cache_length(entries))
                 self._cache = programs.insert(self._cache, entries, np.int32(slot))
             sampling = request.sampling
             slots.token[slot] = request.prompt[-1]
@@ -295,6 +318,6 @@ class Engine:
         self._slots = self._put_rows(slots)
         room = self._memory_tokens
         for key, entries in reversed(list(self._memory.items())):
-            room -= entries[0].value.shape[2]
+            room -= kv.cache_length(entries)
             if room < 0:
                 del self._memory[key]

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from mars2_jax.models import cache as kv
 from mars2_jax.models.causal_attention import causal_attention
+from mars2_jax.models.decode_attention import decode_attention
 from mars2_jax.parallel.mesh import constrain
 from mars2_jax.rollout.sampling import PLAIN, SamplerRows, sample
 
@@ -73,14 +74,18 @@ def empty_slots(count: int) -> Slots:
     )
 
 
-@functools.partial(jax.jit, static_argnames="graphdef")
-def prefill(graphdef: Any, params: nnx.State, tokens: Int[Array, "prompts length"]) -> kv.KeyValues:
-    """Keys and values of whole prompts, padded at the end. No logits: the last prompt token is the decoder's."""
+@functools.partial(jax.jit, static_argnames=("graphdef", "attention"))
+def prefill(graphdef: Any, params: nnx.State, tokens: Int[Array, "prompts length"], attention: str) -> kv.KeyValues:
+    """Keys and values of whole prompts, padded at the end. No logits: the last prompt token is the decoder's.
+
+    `attention` is how they will be attended to, see `models.decode_attention`.
+    """
     decoder = nnx.merge(graphdef, params)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
     def attend(_, query, key, value):
-        return causal_attention(query, key, value, implementation=decoder.attention), kv.layer_cache(key, value)
+        kept = kv.layer_cache(key, value, attention)
+        return causal_attention(query, key, value, implementation=decoder.attention), kept
 
     _, kept = decoder.run(tokens, positions, attend)
     return kv.constrain_cache(tuple(kept))
@@ -118,7 +123,7 @@ def decode(
     `stop_ids` is padded with -1. A slot stops at a stop token (which is emitted) or at its budget.
     """
     decoder = nnx.merge(graphdef, params)
-    rows, room = slots.token.shape[0], cache[0].value.shape[2]
+    rows = slots.token.shape[0]
     blank = Emitted(
         token=jnp.zeros((rows, chunk), jnp.int32),
         logprob=jnp.zeros((rows, chunk), jnp.float32),
@@ -129,11 +134,12 @@ def decode(
 
     def step(carry: tuple[Array, kv.KeyValues, Slots, Emitted]) -> tuple[Array, kv.KeyValues, Slots, Emitted]:
         j, cache, slots, out = carry
-        mask = (jnp.arange(room) <= slots.length[:, None])[:, None, None]
+        # The new token sees itself; of an idle slot nothing need be read.
+        seen = jnp.where(slots.active, slots.length + 1, 0)
 
         def attend(layer, query, key, value):
             longer = kv.append(cache[layer], key, value, slots.length)
-            mixed = kv.cached_attention(query, longer, mask)
+            mixed = decode_attention(query, longer, seen)
             # The cache is split over the slots; the little that comes out goes to every device, see `few_tokens`.
             return constrain(mixed, None, None, "kv_heads", None, None), longer
 

@@ -19,13 +19,15 @@ from mars2_jax.learning.batch import Sample, TreeArrays, make_batch
 from mars2_jax.learning.update import Learner, TrainState
 from mars2_jax.models.causal_attention import choose_attention
 from mars2_jax.models.config import ModelConfig
+from mars2_jax.models.decode_attention import choose_decode_attention
 from mars2_jax.models.decoder import Decoder
 from mars2_jax.models.files import find, open_checkpoint
 from mars2_jax.models.lora import Lora, fresh_adapters, learned
 from mars2_jax.models.tokenizer import ChatTokenizer, load_tokenizer
 from mars2_jax.models.weights import abstract_decoder, check_tensors, load
-from mars2_jax.parallel.mesh import param_shardings, platform, rows
+from mars2_jax.parallel.mesh import param_shardings, platform, rollout_mesh, rows
 from mars2_jax.rollout.engine import Engine
+from mars2_jax.rollout.handover import Handover
 from mars2_jax.rollout.types import Completion, SamplingParams
 from mars2_jax.training.buffer import Buffer, TreeKey
 from mars2_jax.training.keys import adapter_key
@@ -38,7 +40,9 @@ __all__ = [
     "abstract_policy",
     "build_team",
     "check_length",
+    "engine_attention",
     "longest_sequence",
+    "make_handover",
     "make_prompter",
     "open_models",
 ]
@@ -48,13 +52,16 @@ class Weights(NamedTuple):
     """The weights of one checkpoint, held once for all agents that name it.
 
     Attributes:
-      base: in the type that the model computes in. Frozen agents decode with them, adapters stand on them, and they are
-        the reference of the KL term.
+      base: in the type that the model computes in. Adapters stand on them, and they are the reference of the KL term;
+        None where no agent learns with either.
       master: in float32, which agents without adapters start to learn from; None where there is no such agent.
+      rollout: handed over to the engines. Frozen agents decode with them, and the adapters of engines stand on them.
+        The very arrays of `base` where nothing is moved and nothing quantized.
     """
 
-    base: nnx.State
+    base: nnx.State | None
     master: nnx.State | None
+    rollout: nnx.State
 
 
 class ModelFile:
@@ -79,13 +86,14 @@ class ModelFile:
         """The decoder without arrays, with adapters where `lora` is given."""
         return abstract_decoder(self.config, dtype=self.dtype, attention=self.attention, lora=lora)
 
-    def load(self, *, master: bool) -> Weights:
-        """The weights, placed on the mesh; with `master` in float32 too."""
+    def load(self, handover: Handover, *, base: bool, master: bool) -> Weights:
+        """The weights, placed on the mesh and handed over; see `Weights` for what `base` and `master` ask for."""
         shardings = param_shardings(self.mesh, nnx.state(self.abstract()))
         stored = jnp.float32 if master else self.dtype
         with open_checkpoint(self.path) as checkpoint:
             params = nnx.state(load(checkpoint, dtype=self.dtype, param_dtype=stored, shardings=shardings))
-        return Weights(_cast(params, self.dtype), params if master else None)
+        plain = _cast(params, self.dtype)
+        return Weights(plain if base else None, params if master else None, handover(plain))
 
 
 def check_length(path: str, config: ModelConfig, longest: int) -> None:
@@ -114,6 +122,24 @@ def abstract_policy(
     graphdef, abstract = nnx.split(abstract_decoder(config, dtype=dtype, attention=attention, lora=lora))
     place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     return nnx.merge(graphdef, jax.tree.map(place, abstract, param_shardings(mesh, abstract)))
+
+
+def make_handover(decoder: Decoder, run: FrozenConfigDict, mesh: Mesh) -> Handover:
+    """How the weights of a policy, which lie on `mesh`, get to its engine. See the section `rollout` of the config."""
+    target = rollout_mesh(run.rollout.mesh, mesh)
+    return Handover(decoder, mesh, target, int8=run.rollout.weights == "int8")
+
+
+def engine_attention(decoder: Decoder, run: FrozenConfigDict, mesh: Mesh) -> str:
+    """The attention of a policy's engine, see `models.decode_attention.choose_decode_attention`.
+
+    Raises:
+      ConfigError: one that cannot run on the mesh.
+    """
+    head_dim = decoder.config.head_dim
+    return choose_decode_attention(
+        run.rollout.attention, platform=platform(mesh), dtype=decoder.dtype, head_dim=head_dim
+    )
 
 
 def _arithmetic(model: FrozenConfigDict, config: ModelConfig, mesh: Mesh, key: str) -> tuple[Any, str]:
@@ -161,25 +187,28 @@ class Agent:
         self.tokenizer = model.tokenizer
         self.buffer = Buffer()
         self.state: TrainState | None = None
-        self._dtype = model.dtype
         self.lora = lora = Lora.from_config(config.model.lora)
         self.base = weights.base if lora else None
+        decoder = model.abstract(lora)
+        self._handover = make_handover(decoder, run, model.mesh)
+        # What lies under its adapters in the engine.
+        self._engine_base = weights.rollout if lora else None
         # The checkpoint's weights as the reference of the KL term, and what scores with them; shared, never a copy.
         self._reference: tuple[Learner, nnx.State] | None = None
-        decoder = model.abstract(lora)
-        start = weights.base
+        start = weights.master
         if lora:
             adapters = nnx.state(decoder, nnx.LoRAParam)
             start = fresh_adapters(adapters, adapter_key(run.seed, name), param_shardings(model.mesh, adapters))
         rollout = run.rollout
         self.engine = Engine(
-            nnx.merge(nnx.graphdef(decoder), self._complete(start)),
+            nnx.merge(nnx.graphdef(self._handover.decoder), self._complete(start) if lora else weights.rollout),
             slots=rollout.slots,
             chunk=rollout.chunk,
             capacity=longest_sequence(run),
             stop_ids=model.tokenizer.stop_ids,
             detokenize=model.tokenizer.decode,
             prompt_memory=rollout.prompt_memory or None,
+            attention=engine_attention(decoder, run, model.mesh),
         )
         if not config.trainable:
             return
@@ -193,9 +222,11 @@ class Agent:
         self.learner = learner(decoder)
         self._params_shape = _shapes(nnx.state(decoder, learned(lora)), model.mesh)
         if learn:
+            assert start is not None
             if run.learning.kl_coef > 0:
+                assert weights.base is not None
                 self._reference = learner(model.abstract()), weights.base
-            self.set_state(self.learner.init(start if lora else weights.master))
+            self.set_state(self.learner.init(start))
 
     def set_state(self, state: TrainState) -> None:
         """Learns and decodes from this state on."""
@@ -207,9 +238,10 @@ class Agent:
         self.engine.set_params(self._complete(params))
 
     def _complete(self, params: nnx.State) -> nnx.State:
-        """All that its decoder needs, in the type that it computes in: cast once, not in every step."""
-        params = _cast(params, self._dtype)
-        return params if self.base is None else nnx.merge_state(params, self.base)
+        """All that its engine needs, in the type that it computes in and where it decodes: cast and moved once, not in
+        every step."""
+        params = self._handover(params)
+        return params if self._engine_base is None else nnx.merge_state(params, self._engine_base)
 
     def abstract_state(self) -> TrainState:
         """Shapes, types and shardings of its training state, which need not exist."""
@@ -297,12 +329,14 @@ def make_prompter(name: str, run: FrozenConfigDict, tokenizer: ChatTokenizer, *,
 def open_models(run: FrozenConfigDict, mesh: Mesh) -> dict[str, ModelFile]:
     """The models that the agents name, by path, for a mesh; each is opened once. Raises as `ModelFile` does."""
     longest = longest_sequence(run)
+    rollout_mesh(run.rollout.mesh, mesh)  # that there can be one
     files: dict[str, ModelFile] = {}
     for name, agent in run.agents.items():
         model = agent.model
         if model.path not in files:
             files[model.path] = ModelFile(model, longest, mesh, key=f"agents.{name}.model")
         known = files[model.path].model
+        engine_attention(files[model.path].abstract(), run, mesh)
         for key in ("sha256", "dtype", "attention"):
             if known[key] != model[key]:
                 raise ConfigError(f"agents name {model.path!r} with different model.{key}: make them equal")
@@ -315,10 +349,13 @@ def build_team(run: FrozenConfigDict, files: dict[str, ModelFile], *, learn: boo
     Agents of one checkpoint start from equal weights, read once, and then go their own ways: those with adapters share
     these weights for good. `learn=False` makes no optimizer states and no references.
     """
-    masters = {
-        agent.model.path for agent in run.agents.values() if learn and agent.trainable and not agent.model.lora.rank
-    }
-    weights = {path: file.load(master=path in masters) for path, file in files.items()}
+    learners = [agent.model for agent in run.agents.values() if learn and agent.trainable]
+    masters = {model.path for model in learners if not model.lora.rank}
+    bases = {model.path for model in learners if model.lora.rank or run.learning.kl_coef > 0}
+    weights = {}
+    for path, file in files.items():
+        handover = make_handover(file.abstract(), run, file.mesh)
+        weights[path] = file.load(handover, base=path in bases, master=path in masters)
     return [
         Agent(name, config, run, files[config.model.path], weights[config.model.path], learn=learn)
         for name, config in run.agents.items()

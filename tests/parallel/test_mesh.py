@@ -15,7 +15,7 @@ from rich.console import Console
 
 from mars2_jax.errors import ConfigError
 from mars2_jax.models.weights import abstract_decoder
-from mars2_jax.parallel.mesh import constrain, make_mesh, param_shardings, partition_spec
+from mars2_jax.parallel.mesh import constrain, make_mesh, param_shardings, partition_spec, rollout_mesh
 from mars2_jax.training.checkpoint import Checkpointer
 from mars2_jax.training.trainer import train
 from tests.models.tiny import TINY
@@ -181,3 +181,24 @@ def test_axes_are_automatic():
 def test_meshes_that_do_not_fit_are_refused(sizes, message):
     with pytest.raises(ConfigError, match=message):
         make_mesh(sizes)
+
+
+def test_weights_are_handed_to_another_mesh_without_the_host():
+    """From fsdp=8 to data=2, tensor=4, under `jax.transfer_guard`; then decoding there."""
+    done = on_eight_devices("handover_on_mesh")
+    told = json.loads(done.stdout)
+    assert told["same"] and told["placed"]
+    # MLP rows in four parts, and whole over the rest; the cache by slots over data, by heads over tensor.
+    assert told["up"] == [16, 32]
+    assert told["cache"] == [4, 1, 8, 64]
+    assert told["same_tokens"] and told["logprobs"] < 1e-5
+    int8 = told["int8"]
+    assert int8["same"] and int8["placed"] and int8["up"] == [16, 32] and int8["up_dtype"] == "int8"
+    assert "full rematerialization" not in done.stderr
+
+
+def test_a_rollout_mesh_that_does_not_fit_is_refused():
+    mesh = make_mesh(dict(data=1, fsdp=1, tensor=1))
+    assert rollout_mesh(dict(data=0, fsdp=0, tensor=0), mesh) is mesh
+    with pytest.raises(ConfigError, match=r"config\.rollout\.mesh .* does not cover 1 devices"):
+        rollout_mesh(dict(data=2, fsdp=1, tensor=1), mesh)
