@@ -26,6 +26,7 @@ import numpy as np
 from flax import nnx
 
 from mars2_jax.models import cache as kv
+from mars2_jax.models.decode_attention import decode_attention, layout_for
 from mars2_jax.models.decoder import Decoder
 from mars2_jax.models.files import open_checkpoint
 from mars2_jax.models.weights import load
@@ -78,10 +79,11 @@ def parts(decoder: Decoder, slots: int, length: int) -> dict[str, float]:
     """Milliseconds of the parts of one step."""
     config = decoder.config
     graphdef, params = nnx.split(decoder)
-    cache = kv.empty(config, slots, length, jnp.float32)
+    layout = layout_for("auto", config, jnp.float32, jax.tree.leaves(params)[0].sharding)
+    cache = kv.empty(config, slots, length, jnp.float32, layout)
     token, position = jnp.zeros((slots, 1), jnp.int32), jnp.zeros((slots, 1), jnp.int32)
     query = jnp.ones((slots, 1, config.kv_heads, config.group, config.head_dim))
-    mask = jnp.ones((slots, 1, 1, length), bool)
+    entries, active = jnp.full(slots, length - 1, jnp.int32), jnp.ones(slots, bool)
     logits = jnp.ones((slots, config.vocab_size))
     rows = SamplerRows(
         jnp.ones(slots), jnp.zeros(slots, jnp.int32), jnp.ones(slots, jnp.float32), jnp.zeros(slots, jnp.float32)
@@ -92,7 +94,7 @@ def parts(decoder: Decoder, slots: int, length: int) -> dict[str, float]:
 
     def attend(query, cache):
         for layer in cache:
-            query = kv.cached_attention(query, layer, mask)
+            query, _ = decode_attention(query, query[:, :, :, 0], query[:, :, :, 0], layer, entries, active)
         return query
 
     head = jax.jit(lambda params, hidden: nnx.merge(graphdef, params).logits(hidden))

@@ -16,6 +16,7 @@ __all__ = [
     "AXES",
     "KeyValues",
     "LayerCache",
+    "Layout",
     "append",
     "cache_length",
     "constrain_cache",
@@ -27,31 +28,43 @@ __all__ = [
 ]
 
 
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a layer's keys and values lie, and what reads them. See `models.decode_attention.choose_layout`.
+
+    Attributes:
+      kernel: what computes the attention of a new token, see `models.decode_attention`: "xla" or "paged".
+      transposed: whether the keys' head_dim comes before their length: the order in which the matmul of the scores
+        contracts them. With keys stored like values XLA's CPU backend takes half as long again; its TPU backend stores
+        both alike whatever it is given, and would copy all keys in every call.
+      side_by_side: key heads whose entries lie in one row. TPUs store rows of 128 numbers: heads of 64 alone would take
+        twice the memory, and a copy of the whole cache in every call.
+    """
+
+    kernel: str = "xla"
+    transposed: bool = False
+    side_by_side: int = 1
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerCache:
-    """One layer's keys and values, in the layout that its attention reads in order.
+    """One layer's keys and values.
 
     Attributes:
-      key: [slots, kv_heads, length, head_dim]; for "xla_cpu" [slots, kv_heads, head_dim, length].
-      value: [slots, kv_heads, length, head_dim].
-      attention: how a new token attends to them, see `models.decode_attention.choose_decode_attention`. Static.
+      key: [slots, kv_heads, length, head_dim], or with transposed keys [slots, kv_heads, head_dim, length]; with n
+        heads side by side there are kv_heads / n of n · head_dim.
+      value: as keys that are not transposed.
+      layout: how they lie. Static.
     """
 
     key: Float[Array, "slots kv_heads length_or_head_dim head_dim_or_length"]
     value: Float[Array, "slots kv_heads length head_dim"]
-    attention: str = dataclasses.field(metadata=dict(static=True))
-
-    @property
-    def transposed(self) -> bool:
-        """Whether the keys' head_dim comes before their length: the order in which the scores' matmul contracts them.
-        With keys stored like values XLA's CPU backend takes half as long again; its TPU backend stores both alike
-        whatever it is given, and copies all keys in every call if they come otherwise."""
-        return self.attention == "xla_cpu"
+    layout: Layout = dataclasses.field(metadata=dict(static=True))
 
     def map(self, function: Callable[[Array, int], Array]) -> LayerCache:
         """The same with `function(array, axis of its length)` in the place of each array."""
-        key = function(self.key, 3 if self.transposed else 2)
+        key = function(self.key, 3 if self.layout.transposed else 2)
         return dataclasses.replace(self, key=key, value=function(self.value, 2))
 
 
@@ -62,11 +75,11 @@ KeyValues = tuple[LayerCache, ...]
 """All layers. One pair of arrays a layer: slices of a stacked array would be copied in every step."""
 
 
-def empty(config: ModelConfig, slots: int, length: int, dtype, attention: str) -> KeyValues:
-    """A cache of zeros, for an implementation of `models.decode_attention`."""
+def empty(config: ModelConfig, slots: int, length: int, dtype, layout: Layout) -> KeyValues:
+    """A cache of zeros."""
     entries = (slots, length, config.kv_heads, config.head_dim)
     return tuple(
-        layer_cache(jnp.zeros(entries, dtype), jnp.zeros(entries, dtype), attention) for _ in range(config.layers)
+        layer_cache(jnp.zeros(entries, dtype), jnp.zeros(entries, dtype), layout) for _ in range(config.layers)
     )
 
 
@@ -83,11 +96,16 @@ def constrain_cache(cache: KeyValues) -> KeyValues:
 def layer_cache(
     key: Float[Array, "rows length kv_heads head_dim"],
     value: Float[Array, "rows length kv_heads head_dim"],
-    attention: str,
+    layout: Layout,
 ) -> LayerCache:
-    """Keys and values as a layer computes them, in the layout for an implementation of `models.decode_attention`."""
-    order = (0, 2, 3, 1) if attention == "xla_cpu" else (0, 2, 1, 3)
-    return LayerCache(key.transpose(order), value.transpose(0, 2, 1, 3), attention)
+    """Keys and values as a layer computes them, laid out."""
+    key, value = _pack(key, layout), _pack(value, layout)
+    return LayerCache(key.transpose((0, 2, 3, 1) if layout.transposed else (0, 2, 1, 3)), value.swapaxes(1, 2), layout)
+
+
+def _pack(x: Float[Array, "rows length kv_heads head_dim"], layout: Layout) -> Array:
+    n = layout.side_by_side
+    return x.reshape(*x.shape[:2], x.shape[2] // n, n * x.shape[3])
 
 
 def grow(cache: KeyValues, length: int) -> KeyValues:
@@ -115,11 +133,20 @@ def append(
     value: Float[Array, "slots 1 kv_heads head_dim"],
     length: Int[Array, " slots"],
 ) -> LayerCache:
-    """Writes one new entry a slot at the slot's own length; a slot that is full keeps what it has."""
-    slot = jnp.arange(length.shape[0])
-    at = (slot, slice(None), slice(None), length) if layer.transposed else (slot, slice(None), length)
-    return dataclasses.replace(
-        layer,
-        key=layer.key.at[at].set(key[:, 0], mode="drop"),
-        value=layer.value.at[slot, :, length].set(value[:, 0], mode="drop"),
-    )
+    """Writes one new entry a slot at the slot's own length; a slot that is full keeps what it has.
+
+    Of the slots and heads of one device: across several, see `models.decode_attention.decode_attention`.
+    """
+    slots, heads = layer.value.shape[:2]
+    row, at = jnp.arange(slots * heads), jnp.repeat(length, heads)
+
+    def write(entries: Array, new: Array, index: tuple) -> Array:
+        # Slots and heads as one axis: with two, XLA's TPU backend would lay the heads of a position together, to write
+        # them at once, and for that copy the cache in every step.
+        rows = entries.reshape(slots * heads, *entries.shape[2:])
+        return (
+            rows.at[index].set(_pack(new, layer.layout).reshape(slots * heads, -1), mode="drop").reshape(entries.shape)
+        )
+
+    key_index = (row, slice(None), at) if layer.layout.transposed else (row, at)
+    return dataclasses.replace(layer, key=write(layer.key, key, key_index), value=write(layer.value, value, (row, at)))

@@ -5,6 +5,7 @@ All of it is read off the program's text, loops included: a body counts as often
 
 These are the costs of what must be done, not of what the hardware makes of it: sizes are without padding, every operand
 and result of a fused operation that lies in main memory is moved once, and arithmetic other than matmuls is left out.
+Where a kernel reads no more than each sequence's own length, sequences are taken to be half as long as they may be.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from mars2_jax.planning.chips import Chip
-from mars2_jax.planning.hlo import Computation, Instruction, Module
+from mars2_jax.planning.hlo import Array, Computation, Instruction, Module
 
 __all__ = ["Account", "Cost", "Traffic", "account"]
 
@@ -37,6 +38,13 @@ _COLLECTIVES = {
 # Matmuls of scores' size that an attention kernel makes, by the start of its name: forward two (the scores, and their
 # product with the values); backward the scores again, and one for each gradient and for that of the scores.
 _KERNELS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
+
+# The kernel of `models.decode_attention`, by the start of its name. It reads as much of a sequence as there is.
+_DECODE_KERNEL = "paged_attention"
+
+# Length of a sequence that is being decoded, over the cache's: on average, as it grows from next to nothing to all of
+# it. What the lengths will be is known to the run alone.
+_MEAN_LENGTH = 0.5
 
 # Writing a part of an array in place: which operand is the part.
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
@@ -231,10 +239,16 @@ def _group_size(attributes: str, devices: int) -> int:
 
 
 def _kernel_flops(computation: Computation, instruction: Instruction) -> float | None:
-    """FLOPs of a hand-written kernel: those of the ones that `models.causal_attention` uses; None of others.
+    """FLOPs of a hand-written kernel that `models.causal_attention` or `models.decode_attention` uses; None of others.
 
-    Half of the scores lie below the diagonal; the blocks above it are skipped.
+    Of whole sequences half of the scores lie below the diagonal; the blocks above it are skipped.
     """
+    if instruction.name.startswith(_DECODE_KERNEL):
+        queries, pages = _decode_kernel_arrays(computation, instruction)
+        _, count, page, _ = pages.shape
+        # Two matmuls, each of a sequence's queries with all of its entries.
+        room = count * page / queries.shape[0]
+        return 2 * 2.0 * math.prod(queries.shape) * room * _MEAN_LENGTH
     matmuls = next((count for name, count in _KERNELS.items() if instruction.name.startswith(name)), None)
     arrays = [array for name in instruction.operands for array in computation.instructions[name].arrays]
     query = next((array for array in arrays if array.dtype in ("bf16", "f32") and len(array.shape) >= 3), None)
@@ -242,6 +256,13 @@ def _kernel_flops(computation: Computation, instruction: Instruction) -> float |
         return None
     length = query.shape[-2]
     return matmuls * 2.0 * math.prod(query.shape) * length / 2
+
+
+def _decode_kernel_arrays(computation: Computation, instruction: Instruction) -> tuple[Array, Array]:
+    """Queries [sequences, queries of each, ..., head_dim] and pages of keys [1, pages, page, head_dim]."""
+    arrays = [array for name in instruction.operands for array in computation.instructions[name].arrays]
+    query, key, _ = (array for array in arrays if array.dtype in ("bf16", "f32") and len(array.shape) >= 3)
+    return query, key
 
 
 def _matmul_flops(computation: Computation, instruction: Instruction) -> float:
@@ -306,6 +327,10 @@ def _hbm_bytes(module: Module, computation: Computation, instruction: Instructio
     ):
         return 0.0
     operands = [array for name in instruction.operands for array in computation.instructions[name].arrays]
+    if opcode == "custom-call" and instruction.name.startswith(_DECODE_KERNEL):
+        _, pages = _decode_kernel_arrays(computation, instruction)
+        unread = 2 * pages.bytes * (1 - _MEAN_LENGTH)
+        return sum(array.bytes for array in [*operands, *instruction.arrays] if array.in_hbm) - unread
     if opcode.endswith("-start"):
         # The value lists the operands again; what arrives is counted here, and what is read is as much.
         arrived = [array for array in instruction.arrays if array not in operands]

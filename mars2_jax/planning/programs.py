@@ -27,7 +27,7 @@ from mars2_jax.models.lora import Lora, learned
 from mars2_jax.parallel.mesh import placed, replicated, row_shards, rows
 from mars2_jax.rollout import programs
 from mars2_jax.rollout.engine import SHORTEST, prefill_rows
-from mars2_jax.training.agent import abstract_policy, engine_attention, longest_sequence, make_handover
+from mars2_jax.training.agent import abstract_policy, engine_layout, longest_sequence, make_handover
 
 __all__ = ["Program", "Resident", "device_bytes", "team_programs"]
 
@@ -124,7 +124,7 @@ class _AgentPlan:
         place = lambda x, sharding: _shape(x, x.dtype, sharding)
         converted = jax.eval_shape(self.handover.convert, weights)
         self.engine = jax.tree.map(place, converted, self.handover.shardings(weights))
-        self.dtype, self.attention = decoder.dtype, engine_attention(decoder, run, mesh)
+        self.dtype, self.layout = decoder.dtype, engine_layout(decoder, run, mesh)
         rollout = run.rollout
         self.capacity = longest_sequence(run)
         self.length = bucket(self.capacity, SHORTEST)
@@ -139,7 +139,7 @@ class _AgentPlan:
 
     def _entries(self, rows: int, length: int) -> Any:
         """Keys and values where the engine has them."""
-        entries = jax.eval_shape(lambda: kv.empty(self.model, rows, length, self.dtype, self.attention))
+        entries = jax.eval_shape(lambda: kv.empty(self.model, rows, length, self.dtype, self.layout))
         mesh = self.handover.mesh
         return jax.tree.map(lambda x: _shape(x, x.dtype, placed(mesh, kv.AXES, x.shape)), entries)
 
@@ -185,7 +185,7 @@ class _AgentPlan:
         longest = max(self.run.rollout.max_prompt_tokens, self.run.eval.max_prompt_tokens)
         count, length = prefill_rows(row_shards(self.handover.mesh)), bucket(max(longest - 1, 1), SHORTEST)
         tokens = self._by_rows(jax.ShapeDtypeStruct((count, length), jnp.int32))
-        arguments = (self.graphdef, self.engine, tokens, self.attention)
+        arguments = (self.graphdef, self.engine, tokens, self.layout)
         size = f"{count} prompts x {length:,} tokens"
         return self._program("prefill", size, count * length, programs.prefill, arguments, self.engine)
 

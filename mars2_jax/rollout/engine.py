@@ -18,9 +18,9 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from mars2_jax.errors import PromptTooLong
 from mars2_jax.models import cache as kv
 from mars2_jax.models.buckets import bucket
-from mars2_jax.models.decode_attention import choose_decode_attention
+from mars2_jax.models.decode_attention import layout_for
 from mars2_jax.models.decoder import Decoder
-from mars2_jax.parallel.mesh import placed, platform, row_shards
+from mars2_jax.parallel.mesh import placed, row_shards
 from mars2_jax.rollout import programs
 from mars2_jax.rollout.types import Completion, Finish, Request
 
@@ -106,8 +106,8 @@ class Engine:
       detokenize: token ids to text, for requests with stop strings.
       prompt_memory: tokens of prefilled prompts kept for reuse, padding included; None keeps as many as the cache
         holds.
-      attention: how a new token attends to the cache, see `models.decode_attention.choose_decode_attention` (not
-        "auto"); None is the fastest that runs where the parameters lie.
+      layout: how the cache lies and what reads it, see `models.decode_attention.layout_for`; None is the fastest
+        where the parameters lie.
     """
 
     def __init__(
@@ -120,15 +120,13 @@ class Engine:
         stop_ids: Sequence[int],
         detokenize: Callable[[np.ndarray], str] | None = None,
         prompt_memory: int | None = None,
-        attention: str | None = None,
+        layout: kv.Layout | None = None,
     ):
         self._graphdef, self._params = nnx.split(decoder)
         self._config, self._dtype = decoder.config, decoder.dtype
         self._chunk, self.capacity = chunk, capacity
         self._beside = jax.tree.leaves(self._params)[0].sharding
-        self._attention = attention or choose_decode_attention(
-            "auto", platform=platform(self._beside), dtype=self._dtype, head_dim=self._config.head_dim
-        )
+        self._layout = layout or layout_for("auto", self._config, self._dtype, self._beside)
         stops = np.asarray([*stop_ids] or [-1], np.int32)
         self._stop_ids = jax.device_put(stops, self._placement((None,), stops.shape))
         self._detokenize = detokenize
@@ -270,7 +268,7 @@ class Engine:
 
     def _empty_cache(self, length: int) -> kv.KeyValues:
         """A cache of zeros, each device's part made on the device."""
-        size = (len(self._running), length, self._dtype, self._attention)
+        size = (len(self._running), length, self._dtype, self._layout)
         shapes = jax.eval_shape(functools.partial(kv.empty, self._config, *size))
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=self._placement(kv.AXES, x.shape)), shapes)
 
@@ -292,7 +290,7 @@ class Engine:
             for row, (_, prompt) in enumerate(batch):
                 tokens[row, : len(prompt) - 1] = prompt[:-1]
                 self.prefilled_tokens += len(prompt) - 1
-            entries = programs.prefill(self._graphdef, self._params, self._put_rows(tokens), self._attention)
+            entries = programs.prefill(self._graphdef, self._params, self._put_rows(tokens), self._layout)
             for row, (key, _) in enumerate(batch):
                 self._memory[key] = programs.take_row(entries, np.int32(row)) if rows > 1 else entries
 

@@ -74,17 +74,14 @@ def empty_slots(count: int) -> Slots:
     )
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "attention"))
-def prefill(graphdef: Any, params: nnx.State, tokens: Int[Array, "prompts length"], attention: str) -> kv.KeyValues:
-    """Keys and values of whole prompts, padded at the end. No logits: the last prompt token is the decoder's.
-
-    `attention` is how they will be attended to, see `models.decode_attention`.
-    """
+@functools.partial(jax.jit, static_argnames=("graphdef", "layout"))
+def prefill(graphdef: Any, params: nnx.State, tokens: Int[Array, "prompts length"], layout: kv.Layout) -> kv.KeyValues:
+    """Keys and values of whole prompts, padded at the end. No logits: the last prompt token is the decoder's."""
     decoder = nnx.merge(graphdef, params)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
     def attend(_, query, key, value):
-        kept = kv.layer_cache(key, value, attention)
+        kept = kv.layer_cache(key, value, layout)
         return causal_attention(query, key, value, implementation=decoder.attention), kept
 
     _, kept = decoder.run(tokens, positions, attend)
@@ -134,12 +131,9 @@ def decode(
 
     def step(carry: tuple[Array, kv.KeyValues, Slots, Emitted]) -> tuple[Array, kv.KeyValues, Slots, Emitted]:
         j, cache, slots, out = carry
-        # The new token sees itself; of an idle slot nothing need be read.
-        seen = jnp.where(slots.active, slots.length + 1, 0)
 
         def attend(layer, query, key, value):
-            longer = kv.append(cache[layer], key, value, slots.length)
-            mixed = decode_attention(query, longer, seen)
+            mixed, longer = decode_attention(query, key, value, cache[layer], slots.length, slots.active)
             # The cache is split over the slots; the little that comes out goes to every device, see `few_tokens`.
             return constrain(mixed, None, None, "kv_heads", None, None), longer
 

@@ -17,9 +17,10 @@ from mars2_jax.errors import ConfigError
 from mars2_jax.learning.advantage import TreeAdvantages
 from mars2_jax.learning.batch import Sample, TreeArrays, make_batch
 from mars2_jax.learning.update import Learner, TrainState
+from mars2_jax.models.cache import Layout
 from mars2_jax.models.causal_attention import choose_attention
 from mars2_jax.models.config import ModelConfig
-from mars2_jax.models.decode_attention import choose_decode_attention
+from mars2_jax.models.decode_attention import layout_for
 from mars2_jax.models.decoder import Decoder
 from mars2_jax.models.files import find, open_checkpoint
 from mars2_jax.models.lora import Lora, fresh_adapters, learned
@@ -40,7 +41,7 @@ __all__ = [
     "abstract_policy",
     "build_team",
     "check_length",
-    "engine_attention",
+    "engine_layout",
     "longest_sequence",
     "make_handover",
     "make_prompter",
@@ -130,16 +131,14 @@ def make_handover(decoder: Decoder, run: FrozenConfigDict, mesh: Mesh) -> Handov
     return Handover(decoder, mesh, target, int8=run.rollout.weights == "int8")
 
 
-def engine_attention(decoder: Decoder, run: FrozenConfigDict, mesh: Mesh) -> str:
-    """The attention of a policy's engine, see `models.decode_attention.choose_decode_attention`.
+def engine_layout(decoder: Decoder, run: FrozenConfigDict, mesh: Mesh) -> Layout:
+    """The layout of the cache of a policy's engine, where the training runs on `mesh`.
 
     Raises:
-      ConfigError: one that cannot run on the mesh.
+      ConfigError: an attention that cannot run there, or no such rollout mesh.
     """
-    head_dim = decoder.config.head_dim
-    return choose_decode_attention(
-        run.rollout.attention, platform=platform(mesh), dtype=decoder.dtype, head_dim=head_dim
-    )
+    where = rollout_mesh(run.rollout.mesh, mesh)
+    return layout_for(run.rollout.attention, decoder.config, decoder.dtype, where)
 
 
 def _arithmetic(model: FrozenConfigDict, config: ModelConfig, mesh: Mesh, key: str) -> tuple[Any, str]:
@@ -208,7 +207,7 @@ class Agent:
             stop_ids=model.tokenizer.stop_ids,
             detokenize=model.tokenizer.decode,
             prompt_memory=rollout.prompt_memory or None,
-            attention=engine_attention(decoder, run, model.mesh),
+            layout=engine_layout(decoder, run, model.mesh),
         )
         if not config.trainable:
             return
@@ -329,14 +328,13 @@ def make_prompter(name: str, run: FrozenConfigDict, tokenizer: ChatTokenizer, *,
 def open_models(run: FrozenConfigDict, mesh: Mesh) -> dict[str, ModelFile]:
     """The models that the agents name, by path, for a mesh; each is opened once. Raises as `ModelFile` does."""
     longest = longest_sequence(run)
-    rollout_mesh(run.rollout.mesh, mesh)  # that there can be one
     files: dict[str, ModelFile] = {}
     for name, agent in run.agents.items():
         model = agent.model
         if model.path not in files:
             files[model.path] = ModelFile(model, longest, mesh, key=f"agents.{name}.model")
         known = files[model.path].model
-        engine_attention(files[model.path].abstract(), run, mesh)
+        engine_layout(files[model.path].abstract(), run, mesh)
         for key in ("sha256", "dtype", "attention"):
             if known[key] != model[key]:
                 raise ConfigError(f"agents name {model.path!r} with different model.{key}: make them equal")

@@ -1,8 +1,8 @@
 """The paged kernel, in Pallas' interpreter, and both layouts of the keys, against NumPy and through an engine."""
 
+import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,13 +11,14 @@ from jax.experimental import pallas
 from mars2_jax.errors import ConfigError
 from mars2_jax.models import cache as kv
 from mars2_jax.models import decode_attention as lib
+from mars2_jax.models.cache import Layout
 from mars2_jax.models.config import ModelConfig
-from mars2_jax.models.decode_attention import choose_decode_attention, decode_attention
+from mars2_jax.models.decode_attention import choose_layout, decode_attention
 from mars2_jax.rollout.engine import Engine
 from mars2_jax.rollout.types import Request, SamplingParams
 from tests.models.tiny import tiny_decoder
 
-ROOM, KV_HEADS, HEAD_DIM = 384, 2, 128
+ROOM, KV_HEADS = 384, 2
 # One entry, a full slot, idle ones at both ends and in the middle, and lengths at and beside the end of a page.
 LENGTHS = np.asarray([0, 1, ROOM, 0, 128, 129, 300, 0], np.int32)
 
@@ -28,12 +29,12 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(pallas, "pallas_call", functools.partial(pallas.pallas_call, interpret=True))
 
 
-def inputs(group, dtype):
+def inputs(group, dtype, head_dim=128):
     rng = np.random.default_rng(group)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
     slots = len(LENGTHS)
-    query = draw(slots, 1, KV_HEADS, group, HEAD_DIM)
-    return query, draw(slots, ROOM, KV_HEADS, HEAD_DIM), draw(slots, ROOM, KV_HEADS, HEAD_DIM)
+    query = draw(slots, 1, KV_HEADS, group, head_dim)
+    return query, draw(slots, ROOM, KV_HEADS, head_dim), draw(slots, ROOM, KV_HEADS, head_dim)
 
 
 def by_hand(query, key, value):
@@ -42,7 +43,7 @@ def by_hand(query, key, value):
     mixed = {}
     for slot, length in enumerate(LENGTHS):
         if length:
-            scores = np.einsum("kgh,skh->kgs", query[slot], key[slot, :length]) / np.sqrt(HEAD_DIM)
+            scores = np.einsum("kgh,skh->kgs", query[slot], key[slot, :length]) / np.sqrt(query.shape[-1])
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             weights /= weights.sum(-1, keepdims=True)
             mixed[slot] = np.einsum("kgs,skh->kgh", weights, value[slot, :length])
@@ -56,19 +57,33 @@ def check(got, want, atol):
         np.testing.assert_allclose(got[slot, 0], mixed, atol=atol, err_msg=f"slot {slot} of length {LENGTHS[slot]}")
 
 
-@pytest.mark.parametrize("attention", ["xla", "xla_cpu"])
-def test_xla_equals_attention_by_hand(attention):
-    query, key, value = inputs(3, jnp.float32)
-    got = jax.jit(decode_attention)(query, kv.layer_cache(key, value, attention), LENGTHS)
+def attend(query, key, value, layout):
+    """The last entry of each slot comes in as its new token; what lies beyond it is of another sequence."""
+    last, slot = np.maximum(LENGTHS - 1, 0), np.arange(len(LENGTHS))
+    without = lambda x: kv.layer_cache(x.at[slot, last].set(9), x.at[slot, last].set(9), layout)
+    cache = dataclasses.replace(without(key), value=without(value).value)
+    new = (key[slot, last][:, None], value[slot, last][:, None])
+    mixed, longer = decode_attention(query, *new, cache, jnp.asarray(last), jnp.asarray(LENGTHS > 0))
+    want = kv.layer_cache(key, value, layout)
+    for slot in np.flatnonzero(LENGTHS):
+        np.testing.assert_array_equal(longer.key[slot], want.key[slot])
+        np.testing.assert_array_equal(longer.value[slot], want.value[slot])
+    return mixed
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(transposed=True), Layout(side_by_side=2)])
+def test_xla_equals_attention_by_hand(layout):
+    query, key, value = inputs(3, jnp.float32, head_dim=64)
+    got = attend(query, key, value, layout)
     check(got, by_hand(query, key, value), 1e-5)
 
 
-@pytest.mark.parametrize(("group", "cores"), [(3, 1), (8, 2)])
-def test_the_paged_kernel_equals_attention_by_hand(monkeypatch, interpreted, group, cores):
+@pytest.mark.parametrize(("group", "head_dim", "cores"), [(3, 128, 1), (4, 64, 2)])
+def test_the_paged_kernel_equals_attention_by_hand(monkeypatch, interpreted, group, head_dim, cores):
     monkeypatch.setattr(lib, "_PAGE", 128)
-    query, key, value = inputs(group, jnp.bfloat16)
-    layer = kv.layer_cache(key, value, "paged")
-    got = lib._paged(query, layer.key, layer.value, jnp.asarray(LENGTHS), cores=cores)
+    monkeypatch.setattr(lib, "_cores", lambda: cores)
+    query, key, value = inputs(group, jnp.bfloat16, head_dim)
+    got = attend(query, key, value, Layout("paged", side_by_side=128 // head_dim))
     assert got.dtype == jnp.bfloat16
     check(got, by_hand(query, key, value), 2e-2)
 
@@ -77,6 +92,7 @@ def test_pages_divide_the_room():
     assert [lib._page(room) for room in (64, 192, 512, 768, 1536, 40_960)] == [64, 192, 512, 384, 512, 512]
 
 
+@pytest.mark.slow
 def test_an_engine_with_the_paged_kernel(interpreted):
     config = ModelConfig(vocab_size=64, embed_dim=32, layers=1, heads=2, kv_heads=1, head_dim=128, mlp_dim=48)
     decoder = tiny_decoder(config=config, scale=2.0)
@@ -88,8 +104,8 @@ def test_an_engine_with_the_paged_kernel(interpreted):
         for i, prompt in enumerate(prompts)
     ]
 
-    def run(attention):
-        engine = Engine(decoder, slots=2, chunk=4, capacity=64, stop_ids=(), attention=attention)
+    def run(layout):
+        engine = Engine(decoder, slots=2, chunk=4, capacity=64, stop_ids=(), layout=layout)
         for request in requests:
             engine.submit(request)
         done = {}
@@ -97,8 +113,8 @@ def test_an_engine_with_the_paged_kernel(interpreted):
             done |= {c.id: c for c in engine.step()}
         return [done[i] for i in range(len(requests))]
 
-    want = run("xla_cpu")
-    got = run("paged")
+    want = run(None)
+    got = run(Layout("paged"))
     for one, other in zip(got, want, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
         # The kernel rounds keys and values to bfloat16.
@@ -110,45 +126,53 @@ def test_caches_grow_and_take_prompts_in_every_layout():
     rng = np.random.default_rng(0)
     key, value = (jnp.asarray(rng.normal(size=(1, 5, 2, 4)), jnp.float32) for _ in range(2))
     new = jnp.asarray(rng.normal(size=(2, 3, 1, 2, 4)), jnp.float32)
-    for attention in ("xla", "xla_cpu"):
-        cache = kv.insert(kv.empty(config, 3, 6, jnp.float32, attention), (kv.layer_cache(key, value, attention),), 1)
-        layer = kv.append(kv.grow(cache, 8)[0], *new, jnp.asarray([0, 5, 8]))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def grown(layout):
+        cache = kv.insert(kv.empty(config, 3, 6, jnp.float32, layout), (kv.layer_cache(key, value, layout),), 1)
+        return kv.append(kv.grow(cache, 8)[0], *new, jnp.asarray([0, 5, 8]))
+
+    for layout in (Layout(), Layout(transposed=True), Layout(side_by_side=2)):
+        layer = grown(layout)
         assert kv.cache_length((layer,)) == 8
-        keys = np.asarray(layer.key.swapaxes(2, 3) if attention == "xla_cpu" else layer.key)
-        want = np.zeros((3, 2, 8, 4))
-        want[1, :, :5] = key[0].swapaxes(0, 1)
-        want[0, :, 0], want[1, :, 5] = new[0, 0, 0], new[0, 1, 0]  # the third slot is full
-        np.testing.assert_array_equal(keys, want)
-        np.testing.assert_array_equal(np.asarray(layer.value)[1, :, :5], np.asarray(value[0].swapaxes(0, 1)))
+        for got, prompt, entry in ((layer.key, key, new[0]), (layer.value, value, new[1])):
+            want = np.zeros((3, 8, 2, 4))
+            want[1, :5] = prompt[0]
+            want[0, 0], want[1, 5] = entry[0, 0], entry[1, 0]  # the third slot is full
+            got = got.swapaxes(2, 3) if layout.transposed and got is layer.key else got
+            by_position = np.asarray(got).swapaxes(1, 2).reshape(want.shape)
+            np.testing.assert_array_equal(by_position, want.astype(np.float32))
 
 
 @pytest.mark.parametrize(
-    ("platform", "dtype", "head_dim", "chosen"),
+    ("platform", "dtype", "head_dim", "kv_heads", "chosen"),
     [
-        ("cpu", jnp.float32, 128, "xla_cpu"),
-        ("cuda", jnp.bfloat16, 128, "xla"),
-        ("tpu", jnp.bfloat16, 128, "paged"),
-        ("tpu", jnp.bfloat16, 256, "paged"),
-        ("tpu", jnp.bfloat16, 64, "xla"),
-        ("tpu", jnp.float32, 128, "xla"),
+        ("cpu", jnp.float32, 128, 8, Layout(transposed=True)),
+        ("cuda", jnp.bfloat16, 64, 8, Layout()),
+        ("tpu", jnp.bfloat16, 128, 1, Layout("paged")),
+        ("tpu", jnp.bfloat16, 256, 1, Layout("paged")),
+        ("tpu", jnp.bfloat16, 64, 2, Layout("paged", side_by_side=2)),
+        ("tpu", jnp.bfloat16, 64, 3, Layout()),
+        ("tpu", jnp.bfloat16, 80, 8, Layout()),
+        ("tpu", jnp.float32, 64, 2, Layout(side_by_side=2)),
     ],
 )
-def test_auto_is_the_fastest_that_runs(platform, dtype, head_dim, chosen):
-    choose = functools.partial(choose_decode_attention, platform=platform, dtype=dtype, head_dim=head_dim)
+def test_auto_is_the_fastest_that_runs(platform, dtype, head_dim, kv_heads, chosen):
+    choose = functools.partial(choose_layout, platform=platform, dtype=dtype, head_dim=head_dim, kv_heads=kv_heads)
     assert choose("auto") == chosen
-    assert choose("xla") == ("xla_cpu" if platform == "cpu" else "xla")
+    assert choose("xla") == dataclasses.replace(chosen, kernel="xla")
 
 
 @pytest.mark.parametrize(
-    ("platform", "dtype", "head_dim", "message"),
+    ("platform", "dtype", "head_dim", "kv_heads", "message"),
     [
-        ("cpu", jnp.float32, 128, "TPUs only, and the mesh is of cpu devices"),
-        ("tpu", jnp.float32, 128, "rounds keys and values to bfloat16, and the model's dtype is float32"),
-        ("tpu", jnp.bfloat16, 64, "multiple of 128, and the model's is 64"),
+        ("cpu", jnp.float32, 128, 2, "TPUs only, and the mesh is of cpu devices"),
+        ("tpu", jnp.float32, 128, 2, "rounds keys and values to bfloat16, and the model's dtype is float32"),
+        ("tpu", jnp.bfloat16, 64, 3, "reads rows of 128 numbers, and the model's head_dim is 64"),
     ],
 )
-def test_a_kernel_that_cannot_run_is_refused(platform, dtype, head_dim, message):
+def test_a_kernel_that_cannot_run_is_refused(platform, dtype, head_dim, kv_heads, message):
     with pytest.raises(ConfigError, match=message) as caught:
-        choose_decode_attention("paged", platform=platform, dtype=dtype, head_dim=head_dim)
+        choose_layout("paged", platform=platform, dtype=dtype, head_dim=head_dim, kv_heads=kv_heads)
     assert str(caught.value).startswith("config.rollout.attention is 'paged', but")
     assert "set it to 'auto' or 'xla'" in str(caught.value)
