@@ -48,7 +48,8 @@ def test_tables_name_only_keys_that_exist():
 
 def test_every_number_has_a_range_or_a_check_of_its_own():
     numbers = {name.replace("coder", "*") for name, v in LEAVES.items() if type(v) in (int, float)}
-    own = {"mesh.data", "mesh.fsdp", "mesh.tensor", "learning.dual_clip"}
+    axes = ("data", "fsdp", "tensor")
+    own = {f"{mesh}.{axis}" for mesh in ("mesh", "rollout.mesh") for axis in axes} | {"learning.dual_clip"}
     assert numbers - own == config_lib._RANGES.keys()
 
 
@@ -112,6 +113,9 @@ def test_a_value_of_another_type_is_refused(name, value):
         ("agents.coder.model.lora.targets", ("mpl",), "it may be attention, mlp; did you mean mlp?"),
         ("mesh.data", 0, "must be at least 1, or -1 for all devices left"),
         ("mesh.data", -1, "more than one -1"),
+        ("rollout.mesh.tensor", 2, r"rollout.mesh.data is 0; .* at least 1, or -1 .*, or all three 0 for config.mesh"),
+        ("rollout.attention", "page", "it may be auto, xla, paged; did you mean paged?"),
+        ("rollout.weights", "int4", "it may be model, int8; did you mean int8?"),
         ("learning.micro_batch_size", 3, "train_batch_size is 16; it must be a multiple of .*, which is 3"),
         ("learning.dual_clip", 1.1, "must be above 1 .+ config.learning.clip_high"),
         ("learning.overlong_factor", 1.0, "overlong_buffer is 0; .* between 1 and .*max_new_tokens, which is 256"),

@@ -2,18 +2,22 @@
 
 import io
 
+import jax
 import pytest
 from rich.console import Console
 
+from mars2_jax.parallel.mesh import make_mesh
 from mars2_jax.planning.chips import CHIPS, GIB
 from mars2_jax.planning.compiled import Memory, Outcome, refused_bytes
 from mars2_jax.planning.cost import Account, Cost, Traffic
 from mars2_jax.planning.programs import Program, Resident
 from mars2_jax.planning.report import Plan
 
+MESH = make_mesh(dict(data=1, fsdp=1, tensor=1), jax.devices()[:1])
+
 
 def outcome(kind: str, temporaries: float | None, *, needed: float) -> Outcome:
-    program = Program(kind, ("a", "b"), "2 rows x 64 tokens", 128, lambda: None, GIB)
+    program = Program(kind, ("a", "b"), "2 rows x 64 tokens", 128, MESH, lambda: None, GIB)
     if temporaries is None:
         return Outcome(program, None, int(needed * GIB), None)
     memory = Memory(GIB, GIB, GIB, int(temporaries * GIB), code=GIB // 4)
