@@ -137,24 +137,31 @@ def _check_row(prompt: np.ndarray, tokens: np.ndarray) -> None:
         )
 
 
-def make_rows(prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], *, rows: int | None = None) -> Rows:
+def make_rows(
+    prompts: Sequence[np.ndarray],
+    responses: Sequence[np.ndarray],
+    *,
+    rows: int | None = None,
+    longest: int | None = None,
+) -> Rows:
     """Pads prompts and responses to token rows [rows, length] and a response mask [rows, response].
 
     Args:
       prompts: int32[P] each, not empty.
       responses: int32[R] each, not empty.
       rows: rows of the result, the last of them padding; None: as many as there are prompts.
+      longest: tokens of the longest sequence that there will be, so that rows need not be much longer; None: not known.
 
     Raises:
-      ValueError: an empty prompt or response, or more prompts than `rows`.
+      ValueError: an empty prompt or response, a sequence above `longest`, or more prompts than `rows`.
     """
     rows = len(prompts) if rows is None else rows
     if not 0 < len(prompts) == len(responses) <= rows:
         raise ValueError(f"{len(prompts)} prompts and {len(responses)} responses do not make {rows} rows")
     for prompt, response in zip(prompts, responses):
         _check_row(prompt, response)
-    length = bucket(max(len(p) + len(r) for p, r in zip(prompts, responses)), 32)
-    width = bucket(max(len(r) for r in responses), 16)
+    length = bucket(max(len(p) + len(r) for p, r in zip(prompts, responses)), 32, longest)
+    width = min(bucket(max(len(r) for r in responses), 16), length)
     tokens: Any = np.zeros((rows, length), np.int32)
     prompt_length: Any = np.ones(rows, np.int32)
     for i, (prompt, response) in enumerate(zip(prompts, responses)):
@@ -179,7 +186,11 @@ def _forest(trees: Sequence[TreeArrays]) -> dict[str, Any]:
 
 
 def make_batch(
-    samples: Sequence[Sample], trees: Mapping[Hashable, TreeArrays], *, micro_batch_size: int
+    samples: Sequence[Sample],
+    trees: Mapping[Hashable, TreeArrays],
+    *,
+    micro_batch_size: int,
+    longest: int | None = None,
 ) -> tuple[TreeBatch, list[Hashable]]:
     """Packs an agent's finished nodes, and the whole trees they stand in, for one update.
 
@@ -187,6 +198,7 @@ def make_batch(
       samples: the agent's nodes, in any order; the order is kept.
       trees: every tree that a sample names (others are left out).
       micro_batch_size: rows of a micro-batch; the last one is filled up with padding.
+      longest: see `make_rows`.
 
     Returns:
       The batch (NumPy arrays), and the keys of its trees: tree i of the batch has key i of the list.
@@ -209,7 +221,7 @@ def make_batch(
 
     micro = -(-len(samples) // micro_batch_size)
     count = micro * micro_batch_size
-    rows = make_rows([s.prompt for s in samples], [s.tokens for s in samples], rows=count)
+    rows = make_rows([s.prompt for s in samples], [s.tokens for s in samples], rows=count, longest=longest)
 
     # The classes declare JAX arrays; on the host the fields hold NumPy's, and jit takes either.
     def split(x: np.ndarray) -> Any:

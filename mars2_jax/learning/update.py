@@ -149,17 +149,21 @@ class Learner:
         prompts: Sequence[np.ndarray],
         responses: Sequence[np.ndarray],
         base: nnx.State | None = None,
+        *,
+        longest: int | None = None,
     ) -> list[np.ndarray]:
         """Log-probabilities float32[R] of each response given its prompt: `lp_old` and `lp_ref` of a sample.
 
         Rows of like length are scored together, a micro-batch a call; the results come in the order of the arguments.
+        `longest` as in `make_rows`.
         """
         size = self.learning.micro_batch_size
         order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]) + len(responses[i]), i))
         scores: list[np.ndarray] = [np.empty(0, np.float32)] * len(prompts)
         for start in range(0, len(order), size):
             chosen = order[start : start + size]
-            rows = make_rows([prompts[i] for i in chosen], [responses[i] for i in chosen], rows=size)
+            few = [prompts[i] for i in chosen], [responses[i] for i in chosen]
+            rows = make_rows(*few, rows=size, longest=longest)
             lp = np.asarray(self.score(params, rows, base))
             for row, i in enumerate(chosen):
                 scores[i] = lp[row, : len(responses[i])]

@@ -27,7 +27,7 @@ from mars2_jax.models.lora import Lora, learned
 from mars2_jax.parallel.mesh import placed, replicated, row_shards, rows
 from mars2_jax.rollout import programs
 from mars2_jax.rollout.engine import SHORTEST, prefill_rows
-from mars2_jax.training.agent import abstract_policy, engine_layout, longest_sequence, make_handover
+from mars2_jax.training.agent import abstract_policy, engine_layout, longest_sample, longest_sequence, make_handover
 
 __all__ = ["Program", "Resident", "device_bytes", "team_programs"]
 
@@ -127,7 +127,7 @@ class _AgentPlan:
         self.dtype, self.layout = decoder.dtype, engine_layout(decoder, run, mesh)
         rollout = run.rollout
         self.capacity = longest_sequence(run)
-        self.length = bucket(self.capacity, SHORTEST)
+        self.length = bucket(self.capacity, SHORTEST, self.capacity)
         self.cache = self._entries(rollout.slots, self.length)
         self.learner = Learner.create(
             decoder,
@@ -183,7 +183,8 @@ class _AgentPlan:
 
     def _prefill(self) -> tuple[Hashable, Program]:
         longest = max(self.run.rollout.max_prompt_tokens, self.run.eval.max_prompt_tokens)
-        count, length = prefill_rows(row_shards(self.handover.mesh)), bucket(max(longest - 1, 1), SHORTEST)
+        count = prefill_rows(row_shards(self.handover.mesh))
+        length = bucket(max(longest - 1, 1), SHORTEST, self.capacity)
         tokens = self._by_rows(jax.ShapeDtypeStruct((count, length), jnp.int32))
         arguments = (self.graphdef, self.engine, tokens, self.layout)
         size = f"{count} prompts x {length:,} tokens"
@@ -200,7 +201,7 @@ class _AgentPlan:
     def _score(self) -> tuple[Hashable, Program]:
         count = self.run.learning.micro_batch_size
         prompt, response = self._longest_row()
-        batch = make_rows([prompt], [response], rows=count)
+        batch = make_rows([prompt], [response], rows=count, longest=longest_sample(self.run))
         size = f"{count} rows x {batch.tokens.shape[1]:,} tokens"
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
         resident = (self.params, self.base)
@@ -229,7 +230,10 @@ class _AgentPlan:
         tree = TreeArrays(ones.astype(np.float32), ones, ones, ones.astype(bool), ones)
         samples = [Sample(i, 1, prompt, response, scores, scores, reference) for i in range(count)]
         batch, _ = make_batch(
-            samples, dict.fromkeys(range(count), tree), micro_batch_size=self.run.learning.micro_batch_size
+            samples,
+            dict.fromkeys(range(count), tree),
+            micro_batch_size=self.run.learning.micro_batch_size,
+            longest=longest_sample(self.run),
         )
         shapes = jax.tree.map(lambda x: _shape(x, x.dtype, replicated(self.mesh)), batch)
         split = jax.tree.map(lambda x: _shape(x, x.dtype, rows(self.mesh, leading=1)), batch.samples)

@@ -257,7 +257,7 @@ class Engine:
 
     def _reserve(self, length: int) -> None:
         """Makes the cache long enough. It never shrinks while in use: a shorter one would be one more program."""
-        length = bucket(length, SHORTEST)
+        length = bucket(length, SHORTEST, self.capacity)
         if self._cache is None:
             self._cache = self._empty_cache(length)
         elif length > self._cache_length:
@@ -286,7 +286,8 @@ class Engine:
         while ordered:
             rows = prefill_rows(shards) if len(ordered) >= prefill_rows(shards) else shards
             batch, ordered = ordered[:rows], ordered[rows:]
-            tokens = np.zeros((rows, bucket(max(len(p) - 1 for _, p in batch), SHORTEST)), np.int32)
+            longest = max(len(p) - 1 for _, p in batch)
+            tokens = np.zeros((rows, bucket(longest, SHORTEST, self.capacity)), np.int32)
             for row, (_, prompt) in enumerate(batch):
                 tokens[row, : len(prompt) - 1] = prompt[:-1]
                 self.prefilled_tokens += len(prompt) - 1

@@ -42,6 +42,7 @@ __all__ = [
     "build_team",
     "check_length",
     "engine_layout",
+    "longest_sample",
     "longest_sequence",
     "make_handover",
     "make_prompter",
@@ -262,13 +263,14 @@ class Agent:
             return
         prompts = [c.prompt for _, _, c in written]
         responses = [c.tokens for _, _, c in written]
-        old = self.learner.score_responses(self.state.params, prompts, responses, self.base)
+        longest = longest_sample(self._run)
+        old = self.learner.score_responses(self.state.params, prompts, responses, self.base, longest=longest)
         reference: list[np.ndarray] | list[None] = [None] * len(written)
         if self._reference is not None:
             # Before the first update both are the same weights.
             first = int(self.state.step) == 0
             learner, weights = self._reference
-            reference = old if first else learner.score_responses(weights, prompts, responses)
+            reference = old if first else learner.score_responses(weights, prompts, responses, longest=longest)
         samples = [
             Sample(tree, slot, c.prompt, c.tokens, c.logprobs, lp_old, lp_ref)
             for (tree, slot, c), lp_old, lp_ref in zip(written, old, reference, strict=True)
@@ -285,7 +287,9 @@ class Agent:
         assert self.state is not None
         learning = self._run.learning
         samples, trees = self.buffer.take(learning.train_batch_size)
-        batch, keys = make_batch(samples, trees, micro_batch_size=learning.micro_batch_size)
+        batch, keys = make_batch(
+            samples, trees, micro_batch_size=learning.micro_batch_size, longest=longest_sample(self._run)
+        )
         if mesh.size > 1:
             batch = dataclasses.replace(batch, samples=jax.device_put(batch.samples, rows(mesh, leading=1)))
         state, metrics, advantages = self.learner.update(self.state, batch, self.base)
@@ -308,11 +312,16 @@ def _shapes(abstract: nnx.State, mesh: Mesh) -> nnx.State:
     )
 
 
+def longest_sample(run: FrozenConfigDict) -> int:
+    """Tokens of the longest sequence that is learned from, prompt and response."""
+    return run.rollout.max_prompt_tokens + run.rollout.max_new_tokens
+
+
 def longest_sequence(run: FrozenConfigDict) -> int:
     """Tokens of the longest sequence that a config allows, prompt and response."""
     rollout, single = run.rollout, run.eval
     answer = (single.max_prompt_tokens or rollout.max_prompt_tokens) + (single.max_new_tokens or rollout.max_new_tokens)
-    return max(rollout.max_prompt_tokens + rollout.max_new_tokens, answer)
+    return max(longest_sample(run), answer)
 
 
 def make_prompter(name: str, run: FrozenConfigDict, tokenizer: ChatTokenizer, *, single: bool = False) -> Prompter:

@@ -43,6 +43,20 @@ def test_buckets_are_few():
     assert len({bucket(n, 32) for n in range(1, 33_000)}) <= 22
 
 
+@given(st.integers(1, 50_000), st.integers(1, 50_000), st.sampled_from([1, 32, 64]))
+def test_buckets_end_at_the_largest_size(one, other, smallest):
+    size, largest = sorted((one, other))
+    got, end = bucket(size, smallest, largest), bucket(largest, smallest, largest)
+    assert got >= size and got % smallest == 0
+    assert got == min(bucket(size, smallest), end)
+    # It pads the largest size by an eighth at most, and is at most 16 blocks of a power of two.
+    assert end - largest < max(largest / 8, smallest)
+    units = end // smallest
+    assert units // (units & -units) <= 16
+    with pytest.raises(ValueError, match="above the largest"):
+        bucket(largest + 1, smallest, largest)
+
+
 def test_rows_hold_prompt_response_and_nothing_else():
     prompts, responses = [np.array([5, 6, 7]), np.array([8])], [np.array([1, 2]), np.array([3, 4, 9])]
     rows = make_rows(prompts, responses, rows=3)
