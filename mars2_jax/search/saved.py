@@ -109,11 +109,11 @@ class _Completions:
     @staticmethod
     def read(arrays: Mapping[str, np.ndarray]) -> list[Completion]:
         split = lambda name, lengths: np.split(arrays[name], np.cumsum(arrays[lengths])[:-1])
-        ragged = [split("prompt", "prompt_length")]
-        ragged += [split(name, "response_length") for name in ("tokens", "logprobs", "scores")]
+        prompts = split("prompt", "prompt_length")
+        tokens, logprobs, scores = (split(name, "response_length") for name in ("tokens", "logprobs", "scores"))
         return [
-            Completion(int(id), *parts, finish=str(finish))  # type: ignore[arg-type]
-            for id, finish, *parts in zip(arrays["id"], arrays["finish"], *ragged, strict=False)
+            Completion(int(id), prompts[i], tokens[i], logprobs[i], scores[i], str(finish))  # type: ignore[arg-type]
+            for i, (id, finish) in enumerate(zip(arrays["id"], arrays["finish"], strict=True))
         ]
 
 
@@ -178,10 +178,9 @@ def read_search(path: str | os.PathLike[str]) -> SavedSearch:
             {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
         )
         origin = document["origin"]
-        structure = jax.tree.structure(
-            empty(len(origin["problems"]), origin["config"]["nodes"], len(origin["writers"]))
-        )
-        forest = structure.unflatten([arrays[f"forest/{i}"] for i in range(structure.num_leaves)])
+        like = empty(len(origin["problems"]), origin["config"]["nodes"], len(origin["writers"]))
+        leaves = [arrays[f"forest/{i}"] for i in range(len(jax.tree.leaves(like)))]
+        forest = jax.tree.unflatten(jax.tree.structure(like), leaves)
 
         def draft(d: Mapping[str, Any]) -> Draft:
             return Draft(d["ticket"], d["text"], d["program"], completions[d["completion"]])
