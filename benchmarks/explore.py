@@ -2,9 +2,9 @@
 
     python benchmarks/explore.py [--trees 32 --nodes 8 --grade_seconds 0.5 --grader_workers 16 --slots 16]
 
-Two agents, each a random Qwen3 of 4 layers that ends a response after 128 tokens on average, grow 32 trees of 8 nodes
-with strategy mars2. A grader of 16 workers takes 0.5 s a program; what it says follows from the program, so that every
-run below grows equal trees. In turns:
+Two agents, each a random Qwen3 of 4 layers whose responses have log-normal lengths (median 64, sigma 1, cut to 8 ...
+512), grow 32 trees of 8 nodes with strategy mars2. A grader of 16 workers takes 0.5 s a program; what it says follows
+from the program, so that every run below grows equal trees. In turns:
 
 - `search`: as training does it, with a `verdict_lag` that suits the grader;
 - `decoding`: the same with verdicts that take no time: what decoding alone costs;
@@ -51,9 +51,7 @@ CONFIG = ModelConfig(
     qk_norm=True,
     tied_embeddings=True,
 )
-PROMPT, BUDGET = 96, 512
-STOPS = range(8)
-"""A random model draws nearly evenly: 8 of 1,024 tokens end a response after 128 on average."""
+PROMPT, SHORTEST, LONGEST = 96, 8, 512
 
 
 class TokenWriter:
@@ -65,10 +63,12 @@ class TokenWriter:
     def submit(
         self, ticket: int, problem: Problem, previous: Attempt | None, key: np.ndarray, so_far: Completion | None = None
     ) -> None:
-        prompt = np.random.default_rng(int(problem.id)).integers(8, 1024, PROMPT).astype(np.int32)
+        prompt = np.random.default_rng(int(problem.id)).integers(0, 1024, PROMPT).astype(np.int32)
         if previous is not None:
             prompt[-32:] = np.resize(previous.draft.completion.tokens, 32)
-        self._engine.submit(Request(ticket, prompt, key, SamplingParams(max_new_tokens=BUDGET), so_far))
+        length = np.exp(np.random.default_rng(key).normal(np.log(64), 1))
+        sampling = SamplingParams(max_new_tokens=int(np.clip(length, SHORTEST, LONGEST)))
+        self._engine.submit(Request(ticket, prompt, key, sampling, so_far))
 
     def dispatch(self) -> None:
         self._engine.dispatch()
@@ -139,14 +139,14 @@ def main() -> None:
     parser.add_argument("--verdict_lag", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
-    capacity = PROMPT + BUDGET
+    capacity = PROMPT + LONGEST
     engines = [
         Engine(
             Decoder(CONFIG, nnx.Rngs(seed)),
             slots=arguments.slots,
             chunk=arguments.chunk,
             capacity=capacity,
-            stop_ids=list(STOPS),
+            stop_ids=(),
         )
         for seed in range(2)
     ]
