@@ -20,6 +20,8 @@ def main() -> None:
     data, fsdp, tensor = map(int, sizes)
     config = mesh_config(pathlib.Path(folder))
     config.mesh.update(data=data, fsdp=fsdp, tensor=tensor)
+    # Engines on another mesh of the same devices.
+    config.rollout.mesh.update(data=-1, fsdp=1, tensor=tensor)
     frozen = FrozenConfigDict(config)
     for _ in range(2):
         train(frozen, workdir, Console(file=sys.stderr))
