@@ -134,8 +134,9 @@ def default_config() -> ConfigDict:
                 # length) on TPUs in bfloat16; "auto" is the fastest that runs on the mesh.
                 attention="auto",
                 # Weights that engines decode with: "model" (in the model's dtype), or "int8" (those of the layers'
-                # matmuls in eight bits, a scale for each output channel): half of bfloat16's memory and reads, and
-                # log-probs that differ from the trainer's (agent/<name>/logprob_gap), which learning.tis can correct.
+                # matmuls in eight bits, a scale for each output channel): half of bfloat16's memory and reads (CPUs
+                # gain memory only), and log-probs that differ from the trainer's (agent/<name>/logprob_gap), which
+                # learning.tis can correct.
                 weights="model",
                 # The same devices as another mesh for engines: weights are handed over from device to device. Decoding
                 # gathers what fsdp has split of the embedding and the head for every token: data and tensor alone

@@ -2,6 +2,7 @@
 
 Weights and activations name their axes ("embed", "rows", ...); where those lie is decided here and nowhere else. The
 mesh is in context: a command enters `jax.set_mesh(mesh)` once, and `constrain` and the attention kernels ask for it.
+Engines, which may have a mesh of their own over the same devices, enter that for each of their calls.
 """
 
 from __future__ import annotations
