@@ -138,10 +138,10 @@ def default_config() -> ConfigDict:
                 # gain memory only), and log-probs that differ from the trainer's (agent/<name>/logprob_gap), which
                 # learning.tis can correct.
                 weights="model",
-                # The same devices as another mesh for engines: weights are handed over from device to device. Over fsdp,
-                # decoding reads its piece of a weight alone, but sums over devices in every layer and gathers embedding
-                # and head for every token; without it a device reads all of its tensor part. `plan` tells what either
-                # takes. All zeros is config.mesh itself; one size may be -1.
+                # The same devices as another mesh for engines: weights are handed over from device to device. Over
+                # fsdp, decoding reads its piece of a weight alone, but sums over devices in every layer and gathers
+                # embedding and head for every token; without it a device reads all of its tensor part. `plan` tells
+                # what either takes. All zeros is config.mesh itself; one size may be -1.
                 mesh=dict(data=0, fsdp=0, tensor=0),
             ),
             prompts=dict(
