@@ -16,12 +16,26 @@ __all__ = ["Attempt", "Draft", "Writer"]
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """What a writer returns for a ticket: the text, the program in it ("" where there is none), and its tokens."""
+    """What a writer returns for a ticket.
+
+    Attributes:
+      ticket: that of the request.
+      text: the answer.
+      program: the program in it; "" where there is none.
+      completion: its tokens; None of a model that is served elsewhere, whose answers cannot be learned from.
+      counted: length of such an answer by the server's count of tokens; 0 where it does not count.
+    """
 
     ticket: int
     text: str
     program: str
-    completion: Completion
+    completion: Completion | None
+    counted: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Length of the answer in tokens."""
+        return self.counted if self.completion is None else len(self.completion.tokens)
 
 
 @dataclasses.dataclass(frozen=True)
