@@ -5,17 +5,20 @@ import random
 
 import numpy as np
 import pytest
+from flax import nnx
 
 from mars2_jax.errors import PromptTooLong
 from mars2_jax.rollout.engine import Engine
 from mars2_jax.rollout.ports import SharedEngine
 from mars2_jax.rollout.types import Request, SamplingParams
-from tests.models.tiny import TINY, tiny_decoder
+from tests.models.tiny import TINY, random_decoder
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 @pytest.fixture(scope="module")
 def decoder():
-    return tiny_decoder()
+    return nnx.merge(*random_decoder())
 
 
 def engine(decoder) -> Engine:

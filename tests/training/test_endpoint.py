@@ -12,7 +12,7 @@ import pytest
 from ml_collections import ConfigDict, FrozenConfigDict
 from rich.console import Console
 
-from mars2_jax.config import agent_config, validate
+from mars2_jax.config import agent_config, as_json, validate
 from mars2_jax.errors import ConfigError, EndpointError
 from mars2_jax.grading import verdict as grading
 from mars2_jax.grading.verdict import Grade, Verdict
@@ -21,14 +21,18 @@ from mars2_jax.rollout.types import SamplingParams
 from mars2_jax.search.writer import Attempt, Draft
 from mars2_jax.tasks.problem import CallTest, Problem
 from mars2_jax.tasks.prompts import attempt_messages, refinement_messages
+from mars2_jax.training.checkpoint import Checkpointer
 from mars2_jax.training.endpoint import EndpointWriter
 from mars2_jax.training.evaluation import run_evaluation
 from mars2_jax.training.export import export_agent
+from mars2_jax.training.setup import Setup
 from tests.rollout.chat_server import Answer, failed, said, serving
 from tests.training.test_trainer import ROOT, run
-from tests.training.tiny_team import ANSWERS, tiny_config
+from tests.training.tiny_team import ANSWERS, tiny_config, write_model
 
 pytest.importorskip("openai", reason="needs the extra endpoint")
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +50,10 @@ def team(folder, url) -> ConfigDict:
     """ann, who is here, and eve, who is served."""
     config = tiny_config(folder)
     del config.agents["bob"]
+    # Few shapes: most of the time goes into compiling.
+    config.agents.ann.model.path = write_model(folder / "one_layer", layers=1)
+    config.rollout.update(slots=2, max_prompt_tokens=250)
+    config.eval.update(limit=3, search_nodes=6)
     config.agents.eve = agent_config()
     config.agents.eve.role = "You are eve."
     config.agents.eve.endpoint.update(base_url=url, model="m", max_retries=0)
@@ -76,7 +84,7 @@ def test_a_team_of_both_is_evaluated(folder):
     assert scores["eval/problems/ann/pass@1"] < 1
     assert scores["eval/problems/pass@n"] == 1
     assert len(server.listed) == 1
-    first, rest = server.asked[: len(ANSWERS)], server.asked[len(ANSWERS) :]
+    first, rest = server.asked[:3], server.asked[3:]
     assert {a.body["temperature"] for a in first} == {0.0}
     assert {a.body["temperature"] for a in rest} == {1.0} and len({a.body["seed"] for a in rest}) == len(rest) > 2
     for asked in server.asked:
@@ -208,12 +216,14 @@ def test_it_is_not_trained_nor_exported(folder, tmp_path):
 def test_a_trained_team_is_tried_with_it(folder, tmp_path):
     config = team(folder, "http://127.0.0.1:9/v1")
     del config.agents["eve"]
-    config.training.update(steps=1, evaluate=False)
-    run(config, tmp_path / "run")
+    config = FrozenConfigDict(config)
+    (ann,) = Setup.check(config).team()
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"ann": ann.state}, {"config": as_json(config)})
     with serving(solver) as server:
         config = team(folder, server.url)
         config.eval.search_nodes = 0
-        scores = run_evaluation(FrozenConfigDict(config), str(tmp_path / "run"), Console(file=io.StringIO()))
+        scores = run_evaluation(FrozenConfigDict(config), str(tmp_path), Console(file=io.StringIO()))
     assert scores["eval/problems/eve/pass@1"] == 1 and len(scores) == 2
 
 
