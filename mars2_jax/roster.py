@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 from mars2_jax.errors import ConfigError
 
-__all__ = ["check_roster", "is_served", "sharers", "weight_owner", "weight_owners"]
+__all__ = ["check_roster", "is_served", "weight_owner", "weight_owners"]
 
 Agents = Mapping[str, Any]
 """The section `agents` of a config."""
@@ -30,11 +30,6 @@ def weight_owner(agents: Agents, name: str) -> str:
 def weight_owners(agents: Agents) -> dict[str, Any]:
     """The agents that have weights of their own here, by name."""
     return {name: agent for name, agent in agents.items() if not agent.share_weights_with and not is_served(agent)}
-
-
-def sharers(agents: Agents, owner: str) -> list[str]:
-    """All that play with the weights of `owner`, itself included, in the order of the team."""
-    return [name for name in agents if weight_owner(agents, name) == owner]
 
 
 def check_roster(config: ConfigDict, defaults: ConfigDict) -> None:

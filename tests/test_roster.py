@@ -5,7 +5,7 @@ from ml_collections import ConfigDict
 
 from mars2_jax.config import agent_config, as_json, default_config, validate
 from mars2_jax.errors import ConfigError
-from mars2_jax.roster import sharers, weight_owner, weight_owners
+from mars2_jax.roster import weight_owner, weight_owners
 
 URL = "http://localhost:8000/v1"
 
@@ -27,7 +27,6 @@ def test_who_has_weights():
     validate(ConfigDict(as_json(config)))
     assert list(weight_owners(config.agents)) == ["ann"]
     assert [weight_owner(config.agents, name) for name in ("ann", "zoe", "eve")] == ["ann", "ann", "eve"]
-    assert sharers(config.agents, "ann") == ["ann", "zoe"]
 
 
 @pytest.mark.parametrize("thinking", ["default", "on"])

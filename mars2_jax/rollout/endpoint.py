@@ -215,7 +215,7 @@ class Endpoint:
         import openai
 
         who, url = f"agent {self._agent!r}", self._config.base_url
-        times = f"after {self._config.max_retries} retries" if self._config.max_retries else "with no retries"
+        times = f"after {self._config.max_retries + 1} tries" if self._config.max_retries else "at the only try"
         match error:
             case openai.APIConnectionError() if _is_unanswered(error):
                 said = f"no answer from {url} in {self._config.timeout:g} s {times}: raise {self._key}.timeout"

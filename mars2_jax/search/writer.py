@@ -59,7 +59,11 @@ class Writer(Protocol):
         """Asks for a program: a first attempt, or a refinement of `previous`. `key` is uint32[2] PRNG key data."""
 
     def step(self) -> list[Draft]:
-        """Works for a bounded while on all open tickets and returns those that are done, in a deterministic order."""
+        """Works for a bounded while on all open tickets and returns those that are done.
+
+        Which these are, and their order, follows from the calls before, never from the clock. A model that is served
+        elsewhere cannot promise that: it orders by ticket what has arrived.
+        """
 
     @property
     def pending(self) -> int:

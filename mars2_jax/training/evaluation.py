@@ -98,7 +98,8 @@ def run_evaluation(config: FrozenConfigDict, workdir: str | None, console: Conso
             _check_made_by(config, checkpointer, workdir)
         searched = problems if searchable(config, problems) else []
         setup = Setup.check(config, searched=searched, answered=problems, learn=False)
-        console.print(f"loading {', '.join(setup.files)}", highlight=False)
+        if setup.files:
+            console.print(f"loading {', '.join(setup.files)}", highlight=False)
         stack.enter_context(jax.set_mesh(setup.mesh))
         team = setup.team(learn=False)
         for member in team:

@@ -86,7 +86,12 @@ def train(config: FrozenConfigDict, workdir: str, console: Console | None = None
 
 
 class Trainer:
-    """One run. Made by `train`; the pieces it is given are open and checked."""
+    """One run. Made by `train`; the pieces it is given are open and checked.
+
+    Metrics `agent/<name>/...` count nodes, tokens and rewards of every member of the team. Those with weights have the
+    rest: `tokens_per_second` of all that their engine wrote, and, where they learn, losses, updates and the buffer, of
+    nodes by all that play with their weights.
+    """
 
     def __init__(
         self,

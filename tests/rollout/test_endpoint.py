@@ -113,8 +113,8 @@ def test_the_pause_that_the_server_asks_for():
         (failed(403, "Not yours."), 1, r"refuses the key in \$A_KEY .status 403: Not yours.*endpoint.api_key_env"),
         (failed(404, "The model `m` does not exist."), 1, "knows no model 'm'.*does not exist.*endpoint.model"),
         (failed(400, "Unknown parameter: 'stop'."), 1, r"refuses the request \(status 400: Unknown parameter: 'stop'"),
-        (failed(429, "quota"), 3, r"takes no more requests after 2 retries \(status 429: quota.*endpoint.concurrency"),
-        (failed(500, "oops"), 3, r"fails after 2 retries \(status 500: oops"),
+        (failed(429, "quota"), 3, r"takes no more requests after 3 tries \(status 429: quota.*endpoint.concurrency"),
+        (failed(500, "oops"), 3, r"fails after 3 tries \(status 500: oops"),
         (Answer("{not json"), 1, "no chat completion .*base_url is right"),
         (Answer("<html>Welcome</html>", headers={"Content-Type": "text/html"}), 1, "no chat completion .<html>Welcome"),
         (Answer({"choices": []}), 1, "no chat completion"),
@@ -123,7 +123,7 @@ def test_the_pause_that_the_server_asks_for():
         (Answer(None), 1, "no chat completion"),
         (Answer({"choices": [{"message": {"content": 5}}]}), 1, "no chat completion"),
         (Answer(drop=True), 3, "no connection to .*endpoint.base_url"),
-        (Answer({}, seconds=5), 3, "no answer from .* in 0.2 s after 2 retries: raise .*endpoint.timeout"),
+        (Answer({}, seconds=5), 3, "no answer from .* in 0.2 s after 3 tries: raise .*endpoint.timeout"),
     ],
 )  # fmt: skip
 def test_failures_are_told_in_one_line(answer, times, message):
