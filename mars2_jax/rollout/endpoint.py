@@ -37,7 +37,10 @@ _LONGEST_CONNECT = 10.0
 
 # How servers say that a prompt passes the model's context, with status 400, 413 or 422: in words such as these, or by
 # the code "context_length_exceeded".
-_TOO_LONG = re.compile(r"context.{0,10}(length|size|window)|too long|longer than|too many tokens", re.IGNORECASE)
+_TOO_LONG = re.compile(
+    r"context.{0,10}(length|size|window)|(prompt|input|messages?)\b.{0,60}(too long|longer than)|too many tokens",
+    re.IGNORECASE,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +233,7 @@ class Endpoint:
             case openai.NotFoundError():
                 said = (
                     f"{url} knows no model {self._config.model!r}, or has no chat completions ({self._told(error)}): "
-                    f"see {self._key}.model and base_url"
+                    f"see {self._key}.model, and base_url, which mostly ends in /v1"
                 )
             case openai.RateLimitError():
                 said = (

@@ -47,13 +47,16 @@ def evaluate(
     prefix = f"eval/{_name(config.eval.source)}"
     scores: dict[str, float] = {}
     reset_engines(team)
-    for index, agent in enumerate(team):
+    names = [f"{prefix}/{member.name}/pass@1" for member in team]
+    # Those that are served elsewhere first: a model or an address that is wrong shows at their first request.
+    for index, agent in sorted(enumerate(team), key=lambda member: not isinstance(member[1], EndpointAgent)):
         advance = progress.counter(f"evaluate {agent.name}", len(problems))
         writer = agent.writer(evaluation_sampling(config), single=True)
         result = evaluate_agent(
             problems, writer, grader, config.search, key=jax.random.fold_in(key, index), progress=advance
         )
-        scores[f"{prefix}/{agent.name}/pass@1"] = result.values["pass@1"]
+        scores[names[index]] = result.values["pass@1"]
+    scores = {name: scores[name] for name in names}
     if searchable(config, problems):
         nodes = config.eval.search_nodes
         advance = progress.counter("evaluate the team's search", len(problems) * nodes)

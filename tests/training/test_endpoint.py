@@ -17,6 +17,7 @@ from mars2_jax.errors import ConfigError, EndpointError
 from mars2_jax.grading import verdict as grading
 from mars2_jax.grading.verdict import Grade, Verdict
 from mars2_jax.rollout.endpoint import Endpoint
+from mars2_jax.rollout.engine import Engine
 from mars2_jax.rollout.types import SamplingParams
 from mars2_jax.search.writer import Attempt, Draft
 from mars2_jax.tasks.problem import CallTest, Problem
@@ -50,7 +51,8 @@ def team(folder, url) -> ConfigDict:
     """ann, who is here, and eve, who is served."""
     config = tiny_config(folder)
     del config.agents["bob"]
-    # Few shapes: most of the time goes into compiling.
+    # Few shapes: most of the time goes into compiling. Every prompt has between 128 and 250 tokens.
+    config.agents.ann.role = "Think before you answer. " * 3
     config.agents.ann.model.path = write_model(folder / "one_layer", layers=1)
     config.rollout.update(slots=2, max_prompt_tokens=250)
     config.eval.update(limit=3, search_nodes=6)
@@ -80,6 +82,7 @@ def test_a_team_of_both_is_evaluated(folder):
     with serving(solver) as server:
         config = team(folder, server.url)
         scores = evaluate(config, Console(file=out, width=200))
+    assert [name.split("/")[2] for name in scores] == ["ann", "eve", "pass@1_mcts", "pass@n"]
     assert scores["eval/problems/eve/pass@1"] == 1
     assert scores["eval/problems/ann/pass@1"] < 1
     assert scores["eval/problems/pass@n"] == 1
@@ -202,6 +205,15 @@ def test_a_failure_in_a_search_is_raised_at_once():
                 w.submit(ticket, PROBLEM, None, np.asarray([0, ticket], np.uint32))
             drained(w)
         assert time.monotonic() - started < 10
+
+
+def test_a_wrong_model_shows_before_any_agent_here_has_worked(folder, monkeypatch):
+    monkeypatch.setattr(Engine, "step", lambda self: pytest.fail("ann has worked"))
+    with (
+        serving(failed(404, "The model `m` does not exist.")) as server,
+        pytest.raises(EndpointError, match="agent 'eve'.*knows no model 'm'"),
+    ):
+        evaluate(team(folder, server.url))
 
 
 def test_it_is_not_trained_nor_exported(folder, tmp_path):

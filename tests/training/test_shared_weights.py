@@ -26,10 +26,12 @@ def homogeneous(folder) -> ConfigDict:
     config = tiny_config(folder)
     ann, bob = config.agents.ann, config.agents.bob
     zoe = agent_config()
-    zoe.update(share_weights_with="ann", role="You are zoe.")
+    zoe.share_weights_with = "ann"
     bob.trainable = False
     config.agents = ConfigDict(dict(ann=ann, ben=bob, zoe=zoe))
-    # Few shapes: most of the time goes into compiling.
+    # Few shapes: most of the time goes into compiling. Every prompt has between 128 and 250 tokens.
+    for name, agent in config.agents.items():
+        agent.role = f"You are {name}. {'Think before you answer. ' * 3}"
     for seed, name in enumerate(("ann", "ben")):
         config.agents[name].model.path = write_model(folder / f"{name}_of_one_layer", seed, layers=1)
     config.rollout.update(slots=2, max_prompt_tokens=250)
