@@ -51,8 +51,8 @@ def agent_config() -> ConfigDict:
                 ),
             ),
             # Another agent, whose weights and optimizer it has: one set of weights, two roles. Nodes that it writes are
-            # learned from by the other. Of its own it has role and enable_thinking; model, trainable and optimizer
-            # stay as they are here. "" has its own weights.
+            # learned from by the other; in trees, metrics and groups of advantages it is an agent of its own. It has
+            # its own role and enable_thinking; model, trainable and optimizer stay as they are here. "" shares none.
             share_weights_with="",
             # A server that speaks the OpenAI chat API, in place of weights: for evaluation only, not trainable.
             # Searches with it are not reproducible.
