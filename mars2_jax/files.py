@@ -6,10 +6,11 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from mars2_jax.errors import StorageError
 
-__all__ = ["storage", "write_atomically"]
+__all__ = ["replacing", "storage", "write_atomically"]
 
 
 def write_atomically(path: str | os.PathLike[str], text: str) -> None:
@@ -21,17 +22,28 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
     Raises:
       StorageError: the disk is full, or the directory cannot be written.
     """
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    """A file that takes the place of `path` when the block ends; when it fails, `path` stays as it was.
+
+    Raises:
+      StorageError: as `write_atomically`.
+    """
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
     with storage(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with temporary.open("w", encoding="utf-8") as file:
-                file.write(text)
+            with temporary.open("wb") as file:
+                yield file
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)
-        except OSError:
+        except BaseException:
             temporary.unlink(missing_ok=True)
             raise
 

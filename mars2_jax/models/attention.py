@@ -44,13 +44,14 @@ def rotate(
 
 
 def causal_mask(
-    length: int, segment_ids: Int[Array, "batch length"] | None = None
-) -> Bool[Array, "batch_or_1 1 1 length length"]:
-    """True where a query (second to last axis) may see a key (last axis): not later, and of the same segment."""
-    index = jnp.arange(length)
-    mask = (index[:, None] >= index[None, :])[None]
+    start: int, end: int, segment_ids: Int[Array, "batch length"] | None = None
+) -> Bool[Array, "batch_or_1 1 1 query key"]:
+    """True where one of the tokens [start, end) (second to last axis) may see one of [0, end): itself or an earlier
+    one, of the same segment."""
+    index = jnp.arange(end)
+    mask = (index[start:, None] >= index[None, :])[None]
     if segment_ids is not None:
-        mask = mask & (segment_ids[:, :, None] == segment_ids[:, None, :])
+        mask = mask & (segment_ids[:, start:end, None] == segment_ids[:, None, :end])
     return mask[:, None, None]
 
 
@@ -62,9 +63,13 @@ def attention(
 ) -> Float[Array, "batch query kv_heads group head_dim"]:
     """Softmax attention, scaled by 1/sqrt(head_dim); each key head serves `group` query heads.
 
-    Scores and softmax are in float32 whatever the input type.
+    Scores and softmax are in float32 whatever the input type. The mask lets every query see at least one key.
     """
     scale = query.shape[-1] ** -0.5
     scores = jnp.einsum("bqkgh,bskh->bkgqs", query, key, preferred_element_type=jnp.float32) * scale
-    weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1).astype(value.dtype)
-    return jnp.einsum("bkgqs,bskh->bqkgh", weights, value)
+    scores = jnp.where(mask, scores, -jnp.inf)
+    weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
+    # Divided by their sum after the matmul, when there is one number a query and head_dim, and not one a key.
+    mixed = jnp.einsum("bkgqs,bskh->bqkgh", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
+    total = jnp.moveaxis(weights.sum(-1), 3, 1)
+    return (mixed / total[..., None]).astype(value.dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from mars2_jax.models.buckets import bucket
 from mars2_jax.models.decoder import Decoder
 from mars2_jax.parallel.mesh import placed, row_shards
 from mars2_jax.rollout import programs
+from mars2_jax.rollout.running import Running
 from mars2_jax.rollout.types import Completion, Finish, Request
 
 __all__ = ["SHORTEST", "Engine", "prefill_rows"]
@@ -27,44 +27,6 @@ __all__ = ["SHORTEST", "Engine", "prefill_rows"]
 
 SHORTEST = 64
 """Least length that a cache or a prefill is padded to, in tokens."""
-
-
-@dataclasses.dataclass
-class _Running:
-    """A request in a slot, and what it has so far."""
-
-    request: Request
-    order: int
-    tokens: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
-    logprobs: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.float32))
-    scores: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.float32))
-
-    def extend(self, tokens: np.ndarray, logprobs: np.ndarray, scores: np.ndarray) -> None:
-        self.tokens = np.concatenate([self.tokens, tokens])
-        self.logprobs = np.concatenate([self.logprobs, logprobs])
-        self.scores = np.concatenate([self.scores, scores])
-
-    def cut(self, detokenize: Callable[[np.ndarray], str], new: int) -> bool:
-        """Cuts the response after the token that completes a stop string, if one of the `new` last tokens does."""
-
-        if not self.request.sampling.stop:
-            return False
-
-        # A token is at least one byte: no stop string reaches further back than this.
-        first = max(0, len(self.tokens) - new - max(len(stop.encode()) for stop in self.request.sampling.stop))
-
-        def stopped(count: int) -> bool:
-            text = detokenize(self.tokens[first:count])
-            return any(stop in text for stop in self.request.sampling.stop)
-
-        if not stopped(len(self.tokens)):
-            return False
-        count = next(n for n in range(len(self.tokens) - new + 1, len(self.tokens) + 1) if stopped(n))
-        self.tokens, self.logprobs, self.scores = self.tokens[:count], self.logprobs[:count], self.scores[:count]
-        return True
-
-    def completion(self, finish: Finish) -> Completion:
-        return Completion(self.request.id, self.request.prompt, self.tokens, self.logprobs, self.scores, finish)
 
 
 def prefill_rows(shards: int) -> int:
@@ -81,6 +43,10 @@ class Engine:
     decodes with whatever else is in the engine, `chunk` tokens a call. Its tokens are drawn with its own key, whatever
     its slot and its neighbours are. Log-probabilities may differ in the last bits with the sizes that things are padded
     to; `reset` makes those a function of the requests that follow.
+
+    The cache is as long as what is in it needs, in buckets (`models.buckets`), up to the capacity: with the XLA
+    attention every slot pays for the longest. A request is only taken whose prompt and budget fit the capacity, so
+    that no sequence ever outgrows it.
 
     Args:
       decoder: the model; its parameters may be sharded.
@@ -114,7 +80,10 @@ class Engine:
         self._memory_tokens = slots * capacity if prompt_memory is None else prompt_memory
         self._memory: collections.OrderedDict[bytes, kv.KeyValues] = collections.OrderedDict()
         self._queue: collections.deque[tuple[int, Request]] = collections.deque()
-        self._running: list[_Running | None] = [None] * slots
+        self._running: list[Running | None] = [None] * slots
+        self._flight: programs.Emitted | None = None  # of a chunk that was started and not collected
+        self._done: list[tuple[int, Completion]] = []  # collected and not returned
+        self._open: set[int] = set()  # ids of the requests that were not returned
         self._submitted = 0
         self.prefilled_tokens = 0
         self.decoded_tokens = 0
@@ -167,19 +136,26 @@ class Engine:
         return self._params
 
     @property
+    def cache_length(self) -> int:
+        """Entries that the cache has room for in each slot."""
+        return self._cache_length
+
+    @property
     def pending(self) -> int:
         """Requests submitted and not returned."""
-        return len(self._queue) + sum(r is not None for r in self._running)
+        return len(self._open)
 
     def submit(self, request: Request) -> None:
         """Queues a request.
 
         Raises:
           PromptTooLong: the prompt and the budget together pass the engine's capacity.
-          ValueError: an empty prompt, a token that the vocabulary does not have, or stop strings for an engine that
-            cannot read text.
+          ValueError: an id that is open, an empty prompt, a token that the vocabulary does not have, a response that
+            has used its budget up, or stop strings for an engine that cannot read text.
         """
         length, budget = len(request.prompt), request.sampling.max_new_tokens
+        if request.id in self._open:
+            raise ValueError(f"request {request.id} is open already")
         if length == 0:
             raise ValueError(f"request {request.id}: the prompt is empty")
         if length + budget > self.capacity:
@@ -187,24 +163,75 @@ class Engine:
                 f"a prompt of {length} tokens with a budget of {budget} passes the cache of {self.capacity} tokens: "
                 "raise config.rollout.max_prompt_tokens or shorten the prompt"
             )
-        if request.prompt.min() < 0 or request.prompt.max() >= self._config.vocab_size:
+        if request.so_far is not None and len(request.so_far.tokens) >= budget:
+            raise ValueError(
+                f"request {request.id}: {budget} tokens of the response exist already: nothing is left to do"
+            )
+        context = request.context
+        if context.min() < 0 or context.max() >= self._config.vocab_size:
             raise ValueError(f"request {request.id}: token ids must lie in [0, {self._config.vocab_size})")
         if request.sampling.stop and self._detokenize is None:
             raise ValueError(f"request {request.id} has stop strings: give the engine a detokenize function")
         self._queue.append((self._submitted, request))
+        self._open.add(request.id)
         self._submitted += 1
 
-    def step(self) -> list[Completion]:
-        """Fills free slots from the queue, decodes one chunk, and returns what finished, in order of submission."""
+    def dispatch(self) -> None:
+        """Fills free slots from the queue and starts decoding a chunk, without waiting for it; `step` collects it.
+
+        Does nothing where a chunk is under way or no request is open.
+        """
+        if self._flight is not None:
+            return
         self._admit()
-        if not any(self._running):
-            return []
-        self._cache, self._slots, out = programs.decode(
+        needs = [r.length + min(self._chunk, r.left) for r in self._running if r is not None]
+        if not needs:
+            return
+        self._reserve(max(needs))
+        self._cache, self._slots, self._flight = programs.decode(
             self._graphdef, self._params, self._cache, self._slots, self._stop_ids, self._chunk
         )
-        out, active = jax.device_get((out, self._slots.active))
-        still_active = np.array(active)
-        done = []
+
+    def step(self) -> list[Completion]:
+        """Collects the chunk that `dispatch` started, or decodes one, and returns what finished, in order of
+        submission."""
+        self.dispatch()
+        self._collect()
+        done, self._done = sorted(self._done, key=lambda d: d[0]), []
+        self._open.difference_update(completion.id for _, completion in done)
+        return [completion for _, completion in done]
+
+    def abort(self, id: int) -> Completion | None:
+        """Takes a request out and frees its slot.
+
+        Returns:
+          What it has so far, with finish "abort", from which `Request.so_far` can go on (a request that finished in a
+          chunk that was under way comes back whole); None where no request with this id is open.
+        """
+        if id not in self._open:
+            return None
+        self._collect()
+        self._open.discard(id)
+        for index, (_, completion) in enumerate(self._done):
+            if completion.id == id:
+                del self._done[index]
+                return completion
+        for index, (_, request) in enumerate(self._queue):
+            if request.id == id:
+                del self._queue[index]
+                return Running(request, 0).completion("abort")
+        slot, running = next((s, r) for s, r in enumerate(self._running) if r is not None and r.request.id == id)
+        self._free([slot])
+        return running.completion("abort")
+
+    def _collect(self) -> None:
+        """Waits for the chunk that is under way, if any, and takes what came out."""
+        if self._flight is None:
+            return
+        out, active = jax.device_get((self._flight, self._slots.active))
+        self._flight = None
+        finished: list[int] = []
+        cut: list[int] = []  # of these, those that the program still decodes
         for slot, running in enumerate(self._running):
             if running is None:
                 continue
@@ -215,29 +242,35 @@ class Engine:
                 finish = "stop"
             self.decoded_tokens += new
             if finish is not None:
-                done.append((running.order, running.completion(finish)))
-                self._running[slot], still_active[slot] = None, False
-        if (still_active != active).any():
-            self._slots = self._slots._replace(active=self._put_rows(still_active))
-        return [completion for _, completion in sorted(done, key=lambda d: d[0])]
+                self._done.append((running.order, running.completion(finish)))
+                (cut if active[slot] else finished).append(slot)
+        for slot in finished:
+            self._running[slot] = None
+        self._free(cut)
+
+    def _free(self, slots: Sequence[int]) -> None:
+        """Empties slots that still decode."""
+        if not slots:
+            return
+        active = np.array(self._slots.active)
+        for slot in slots:
+            self._running[slot], active[slot] = None, False
+        self._slots = self._slots._replace(active=self._put_rows(active))
 
     def _admit(self) -> None:
-        free = [s for s, r in enumerate(self._running) if r is None]
         admitted: list[tuple[int, Request]] = []
-        while free and self._queue:
-            order, request = self._queue.popleft()
-            slot = free.pop(0)
-            self._running[slot] = _Running(request, order)
-            admitted.append((slot, request))
-        if not admitted:
-            return
-        self._reserve(max(len(r.prompt) + r.sampling.max_new_tokens for _, r in admitted))
-        self._prefill([r for _, r in admitted])
-        self._place(admitted)
+        for slot, running in enumerate(self._running):
+            if running is None and self._queue:
+                order, request = self._queue.popleft()
+                self._running[slot] = Running(request, order)
+                admitted.append((slot, request))
+        if admitted:
+            self._prefill([r for _, r in admitted])
+            self._place(admitted)
 
     def _reserve(self, length: int) -> None:
         """Makes the cache long enough. It never shrinks while in use: a shorter one would be one more program."""
-        length = bucket(length, SHORTEST)
+        length = self._padded(length)
         if self._cache is None:
             self._cache = self._empty_cache(length)
         elif length > self._cache_length:
@@ -245,6 +278,10 @@ class Engine:
         else:
             return
         self._cache_length = length
+
+    def _padded(self, length: int) -> int:
+        """What a cache or a prefill of `length` tokens is padded to: its bucket, but not far beyond the capacity."""
+        return min(bucket(length, SHORTEST), -(-self.capacity // SHORTEST) * SHORTEST)
 
     def _empty_cache(self, length: int) -> kv.KeyValues:
         """A cache of zeros, each device's part made on the device."""
@@ -255,17 +292,17 @@ class Engine:
         """Computes keys and values of the prompts that are not in memory, shortest first, each distinct one once."""
         todo: dict[bytes, np.ndarray] = {}
         for request in requests:
-            key = request.prompt.astype(np.int32).tobytes()
-            if key in self._memory:
+            context = request.context
+            if (key := context.tobytes()) in self._memory:
                 self._memory.move_to_end(key)
-            elif len(request.prompt) > 1:
-                todo[key] = request.prompt
+            elif len(context) > 1:
+                todo[key] = context
         ordered = sorted(todo.items(), key=lambda kp: len(kp[1]))
         shards = row_shards(self._beside.mesh) if isinstance(self._beside, NamedSharding) else 1
         while ordered:
             rows = prefill_rows(shards) if len(ordered) >= prefill_rows(shards) else shards
             batch, ordered = ordered[:rows], ordered[rows:]
-            tokens = np.zeros((rows, bucket(max(len(p) - 1 for _, p in batch), SHORTEST)), np.int32)
+            tokens = np.zeros((rows, self._padded(max(len(p) - 1 for _, p in batch))), np.int32)
             for row, (_, prompt) in enumerate(batch):
                 tokens[row, : len(prompt) - 1] = prompt[:-1]
                 self.prefilled_tokens += len(prompt) - 1
@@ -277,14 +314,15 @@ class Engine:
         """Copies each prompt's entries into its slot and sets the slot's state."""
         slots = jax.tree.map(np.array, jax.device_get(self._slots))
         for slot, request in admitted:
-            if len(request.prompt) > 1:
-                entries = self._memory[request.prompt.astype(np.int32).tobytes()]
+            context = request.context
+            if len(context) > 1:
+                entries = self._memory[context.tobytes()]
                 self._reserve(entries[0].value.shape[2])
                 self._cache = programs.insert(self._cache, entries, np.int32(slot))
             sampling = request.sampling
-            slots.token[slot] = request.prompt[-1]
-            slots.length[slot] = len(request.prompt) - 1
-            slots.made[slot] = 0
+            slots.token[slot] = context[-1]
+            slots.length[slot] = len(context) - 1
+            slots.made[slot] = len(context) - len(request.prompt)
             slots.budget[slot] = sampling.max_new_tokens
             slots.active[slot] = True
             slots.key[slot] = request.key

@@ -16,24 +16,33 @@ class SharedEngine:
 
     def __init__(self, engine: Engine):
         self.engine = engine
+        self.round = 0
         self._ids = itertools.count()
         self._open: dict[int, tuple[Port, int]] = {}
-        self.round = 0
 
     def port(self) -> Port:
         """One more user's way to the engine."""
         return Port(self)
 
-    def _submit(self, port: Port, request: Request) -> None:
+    def submit(self, port: Port, request: Request) -> int:
+        """Queues a port's request under an id that no other port has, and returns that."""
         number = next(self._ids)
         self.engine.submit(dataclasses.replace(request, id=number))
-        self._open[number] = (port, request.id)
+        self._open[number] = port, request.id
+        return number
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """A chunk of decoding, whose completions go to the ports that they belong to."""
         self.round += 1
         for completion in self.engine.step():
             port, name = self._open.pop(completion.id)
             port.arrived.append(dataclasses.replace(completion, id=name))
+
+    def abort(self, number: int) -> Completion | None:
+        """Takes a request out of the engine; see `Engine.abort`."""
+        _, name = self._open.pop(number)
+        completion = self.engine.abort(number)
+        return completion and dataclasses.replace(completion, id=name)
 
 
 class Port:
@@ -46,23 +55,46 @@ class Port:
     def __init__(self, shared: SharedEngine):
         self._shared = shared
         self._seen = shared.round
-        self.pending = 0
+        self._numbers: dict[int, int] = {}
         self.arrived: list[Completion] = []
+
+    @property
+    def pending(self) -> int:
+        """Requests submitted here and not returned."""
+        return len(self._numbers)
 
     def submit(self, request: Request) -> None:
         """See `Engine.submit`."""
-        self._shared._submit(self, request)
+        if request.id in self._numbers:
+            raise ValueError(f"request {request.id} is open already")
+        number = self._shared.submit(self, request)
         if not self.pending:
             # The rounds that it sat out are none that it has not seen yet.
             self._seen = self._shared.round
-        self.pending += 1
+        self._numbers[request.id] = number
+
+    def dispatch(self) -> None:
+        """See `Engine.dispatch`. Starts nothing where this turn's chunk has been decoded already."""
+        if self._seen == self._shared.round:
+            self._shared.engine.dispatch()
 
     def step(self) -> list[Completion]:
         """The completions of its own requests, in order of submission, after a chunk of decoding by this port or, since
         its last step, by another."""
         if self._seen == self._shared.round:
-            self._shared._step()
+            self._shared.step()
         self._seen = self._shared.round
         arrived, self.arrived = self.arrived, []
-        self.pending -= len(arrived)
+        for completion in arrived:
+            del self._numbers[completion.id]
         return arrived
+
+    def abort(self, id: int) -> Completion | None:
+        """See `Engine.abort`, of a request of this port."""
+        number = self._numbers.pop(id, None)
+        if number is None:
+            return None
+        for index, completion in enumerate(self.arrived):
+            if completion.id == id:
+                return self.arrived.pop(index)
+        return self._shared.abort(number)

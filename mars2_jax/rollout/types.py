@@ -9,7 +9,7 @@ import numpy as np
 
 __all__ = ["Completion", "Finish", "Request", "SamplingParams"]
 
-Finish = Literal["stop", "length"]
+Finish = Literal["stop", "length", "abort"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,13 +51,21 @@ class Request:
       prompt: int32[P] token ids.
       key: uint32[2], the data of a JAX PRNG key. Token number i of the response is drawn with `fold_in(key, i)`, so
         that it depends neither on the slot nor on the neighbours.
-      sampling: how to draw.
+      sampling: how to draw. Its budget is that of the whole response.
+      so_far: the beginning of the response, from `Engine.abort`; the rest is drawn as if it had never been interrupted.
     """
 
     id: int
     prompt: np.ndarray
     key: np.ndarray
     sampling: SamplingParams
+    so_far: Completion | None = None
+
+    @property
+    def context(self) -> np.ndarray:
+        """int32[P + R]: all its tokens so far."""
+        response = self.so_far.tokens if self.so_far is not None else np.zeros(0, np.int32)
+        return np.concatenate([self.prompt, response]).astype(np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +79,7 @@ class Completion:
       logprobs: float32[R], log-probability of each token under the distribution it was drawn from (temperature and
         filters included; for greedy decoding under temperature 1).
       scores: float32[R], log-probability of each token under the model itself (temperature 1, no filter).
-      finish: "stop" (an end token or a stop string), "length" (the budget).
+      finish: "stop" (an end token or a stop string), "length" (the budget), "abort" (taken out before its end).
     """
 
     id: int

@@ -33,14 +33,23 @@ from ml_collections import ConfigDict
 from mars2_jax.grading.verdict import Grade
 from mars2_jax.grading.verdict import reward as reward_of
 from mars2_jax.search.forest import Expansion, Forest, empty, observe, reserve, void
+from mars2_jax.search.saved import OpenNode, SavedSearch, UngradedNode
 from mars2_jax.search.select import FLAT, Shape, select
-from mars2_jax.search.writer import Attempt, Draft, Writer
+from mars2_jax.search.writer import Attempt, Writer
 from mars2_jax.tasks.problem import Problem
 
-__all__ = ["Exploration", "Grader", "Seconds", "explore"]
+__all__ = ["Exploration", "Grader", "Seconds", "Suspended", "explore"]
 
 # The two uses of a search's key. Selection and writing must not share random numbers.
 _SELECT, _WRITE = 0, 1
+
+
+class Suspended(Exception):
+    """A search was stopped on request. `saved` is all that is needed to go on with it."""
+
+    def __init__(self, saved: SavedSearch):
+        super().__init__(f"suspended with {len(saved.open)} nodes being written")
+        self.saved = saved
 
 
 class Grader(Protocol):
@@ -94,6 +103,8 @@ def explore(
     reward: str = "all",
     reward_tests: str = "all",
     progress: Callable[[int, int], None] | None = None,
+    saved: SavedSearch | None = None,
+    suspend: Callable[[], bool] | None = None,
 ) -> Exploration:
     """Searches one tree of `config.nodes` nodes for each problem.
 
@@ -117,16 +128,25 @@ def explore(
       reward_tests: the tests that pay, "all" or "public". All tests are run in either case.
       progress: called with (nodes finished, nodes wanted) whenever verdicts were used. Trees that end early lower the
         second.
+      saved: a suspended search to go on with; all other arguments as they were then.
+      suspend: asked once a tick; when it says True, the search ends with `Suspended`, and the writers are empty.
 
     Returns:
       The full trees.
 
     Raises:
-      ValueError: for no problems or writers, tree ids that are not distinct, or a key of another kind.
+      ValueError: for no problems or writers, tree ids that are not distinct, a key of another kind, or a saved search
+        that was made with other arguments.
+      Suspended: on request. What it carries goes on in another process, too (`search.saved`): what was written is
+        kept, half a response as well, and only what the grader had not answered is graded again.
     """
     search = _Search(problems, writers, grader, config, key, tree_ids, (reward, reward_tests))
+    if saved is not None:
+        search.take_up(saved)
     search.expand()
     while search.open:
+        if suspend is not None and suspend():
+            raise Suspended(search.suspend())
         search.decode()
         used = search.use_verdicts()
         search.expand()
@@ -140,11 +160,7 @@ class _Awaited:
     """A draft that is with the grader. Its verdict is used at tick `due`."""
 
     due: int
-    tree: int
-    slot: int
-    parent: int
-    agent: int
-    draft: Draft
+    node: UngradedNode
     ticket: int
 
 
@@ -176,12 +192,20 @@ class _Search:
         shape = Shape(config.max_depth, config.max_children, config.guidance, config.guidance_decay)
         self._how = dict(order=config.order, posterior=config.posterior, strategy=config.strategy, shape=shape)
         self._forest = empty(len(problems), config.nodes, len(writers))
+        self._origin = {
+            "problems": [problem.id for problem in problems],
+            "trees": self._tree_ids.tolist(),
+            "writers": [writer.name for writer in writers],
+            "key": jax.random.key_data(key).tolist(),
+            "config": config.to_dict(),
+            "pay": list(pay),
+        }
         # The host's own record of what the next move needs: reading it from the forest would wait for the device.
         self._used = np.zeros(len(problems), np.int32)  # slots
         self._busy = np.zeros(len(problems), np.int32)  # of these, not yet graded
         self._ended = np.zeros(len(problems), bool)  # before all slots were used
         self._stuck = np.zeros(len(problems), bool)  # nothing to expand before the next verdict
-        self._open: dict[int, tuple[int, int, int, int]] = {}  # ticket of a writer -> tree, slot, parent, agent
+        self._open: dict[int, OpenNode] = {}  # by the writers' tickets
         self._awaited: collections.deque[_Awaited] = collections.deque()
         self._attempts: list[dict[int, Attempt]] = [{} for _ in problems]
         self._tick = 0
@@ -217,25 +241,34 @@ class _Search:
             self._used += grew
         # Siblings one after the other: an engine may prefill their common prompt once.
         for tree, slot, parent, agent, key in sorted(asked, key=lambda request: request[:2]):
-            ticket = tree * (self._nodes + 1) + slot
-            self._open[ticket] = (tree, slot, parent, agent)
-            self._writers[agent].submit(ticket, self._problems[tree], self._attempts[tree].get(parent), key)
+            self._ask(OpenNode(tree, slot, parent, agent, key, None))
+
+    def _ask(self, node: OpenNode) -> None:
+        ticket = node.tree * (self._nodes + 1) + node.slot
+        self._open[ticket] = node
+        problem, previous = self._problems[node.tree], self._attempts[node.tree].get(node.parent)
+        self._writers[node.agent].submit(ticket, problem, previous, node.key, node.so_far)
 
     def _may_expand(self) -> np.ndarray:
         return (self._busy < self._breadth) & (self._used < self._nodes) & ~self._ended & ~self._stuck
 
     def decode(self) -> None:
         """One tick: every writer works for a while; what comes out goes to the grader at once."""
-        for writer in self._writers:
-            if not writer.pending:
-                continue
+        busy = [writer for writer in self._writers if writer.pending]
+        with self._timed("decoding"):
+            for writer in busy:
+                writer.dispatch()
+        for writer in busy:
             with self._timed("decoding"):
                 drafts = writer.step()
             for draft in drafts:
-                tree, slot, parent, agent = self._open.pop(draft.ticket)
-                ticket = self._grader.submit(draft.program, self._problems[tree])
-                self._awaited.append(_Awaited(self._tick + self._lag, tree, slot, parent, agent, draft, ticket))
+                node = self._open.pop(draft.ticket)
+                self._grade(UngradedNode(node.tree, node.slot, node.parent, node.agent, draft, self._lag))
         self._tick += 1
+
+    def _grade(self, node: UngradedNode) -> None:
+        ticket = self._grader.submit(node.draft.program, self._problems[node.tree])
+        self._awaited.append(_Awaited(self._tick + node.ticks, node, ticket))
 
     def use_verdicts(self) -> bool:
         """Uses the verdicts that are due, waiting for them; the oldest ones where no writer has work. True if any."""
@@ -249,9 +282,10 @@ class _Search:
         rounds: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         seen: collections.Counter[int] = collections.Counter()
         while self._awaited and self._awaited[0].due <= due:
-            node = self._awaited.popleft()
+            awaited = self._awaited.popleft()
+            node = awaited.node
             with self._timed("grading"):
-                grade = self._grader.wait(node.ticket)
+                grade = self._grader.wait(awaited.ticket)
             self._record(node, grade)
             if seen[node.tree] == len(rounds):
                 none = np.full(len(self._problems), -1, np.int32)
@@ -272,7 +306,34 @@ class _Search:
     def result(self) -> Exploration:
         return Exploration(self._forest, self._attempts, self._problems, self._seconds)
 
-    def _record(self, node: _Awaited, grade: Grade) -> None:
+    def suspend(self) -> SavedSearch:
+        """Empties the writers and returns the state; the search is over."""
+        responses = {t: c for writer in self._writers if writer.pending for t, c in writer.suspend().items()}
+        return SavedSearch(
+            origin=self._origin,
+            forest=jax.device_get(self._forest),
+            attempts=self._attempts,
+            open=[dataclasses.replace(node, so_far=responses[ticket]) for ticket, node in self._open.items()],
+            ungraded=[dataclasses.replace(a.node, ticks=a.due - self._tick) for a in self._awaited],
+            ended=self._ended,
+        )
+
+    def take_up(self, saved: SavedSearch) -> None:
+        """Goes on with a saved search; this one has not begun."""
+        saved.check(self._origin)
+        self._forest = jax.tree.map(jnp.asarray, saved.forest)
+        self._attempts = [dict(attempts) for attempts in saved.attempts]
+        self._ended = saved.ended.copy()
+        self._used = np.array(saved.forest.size)
+        self.finished = sum(len(attempts) for attempts in self._attempts)
+        for node in saved.open:
+            self._busy[node.tree] += 1
+            self._ask(node)
+        for ungraded in saved.ungraded:
+            self._busy[ungraded.tree] += 1
+            self._grade(ungraded)
+
+    def _record(self, node: UngradedNode, grade: Grade) -> None:
         above = self._attempts[node.tree].get(node.parent)
         depth = above.depth + 1 if above else 1
         self._attempts[node.tree][node.slot] = Attempt(node.slot, node.parent, node.agent, depth, node.draft, grade)

@@ -55,8 +55,21 @@ class Writer(Protocol):
 
     name: str
 
-    def submit(self, ticket: int, problem: Problem, previous: Attempt | None, key: np.ndarray) -> None:
-        """Asks for a program: a first attempt, or a refinement of `previous`. `key` is uint32[2] PRNG key data."""
+    def submit(
+        self, ticket: int, problem: Problem, previous: Attempt | None, key: np.ndarray, so_far: Completion | None = None
+    ) -> None:
+        """Asks for a program: a first attempt, or a refinement of `previous`.
+
+        Args:
+          ticket: the caller's handle, not open.
+          problem: what to solve.
+          previous: the attempt to improve; None asks for a first one.
+          key: uint32[2], PRNG key data.
+          so_far: what an earlier `suspend` returned for the same request: it goes on from there.
+        """
+
+    def dispatch(self) -> None:
+        """Starts what the next `step` will wait for, so that several writers work at the same time. May do nothing."""
 
     def step(self) -> list[Draft]:
         """Works for a bounded while on all open tickets and returns those that are done.
@@ -64,6 +77,9 @@ class Writer(Protocol):
         Which these are, and their order, follows from the calls before, never from the clock. A model that is served
         elsewhere cannot promise that: it orders by ticket what has arrived.
         """
+
+    def suspend(self) -> dict[int, Completion | None]:
+        """Takes all open tickets out, and returns of each what it has so far: None where it has to be asked anew."""
 
     @property
     def pending(self) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 from ml_collections import FrozenConfigDict
 
 from mars2_jax.rollout.endpoint import Endpoint, Messages, Reply
-from mars2_jax.rollout.types import SamplingParams
+from mars2_jax.rollout.types import Completion, SamplingParams
 from mars2_jax.search.writer import Attempt, Draft
 from mars2_jax.tasks.extract import extract_program
 from mars2_jax.tasks.problem import Problem
@@ -74,16 +74,19 @@ class EndpointWriter:
         self.name = name
         self._endpoint, self._sampling, self._role = endpoint, sampling, role
         self._feedback: Feedback = feedback
-        self._open: dict[int, Problem] = {}
+        self._open: dict[int, tuple[Problem, Future[Reply]]] = {}
         self._arrived: queue.SimpleQueue[tuple[int, Future[Reply]]] = queue.SimpleQueue()
         self._warned = False
         self.seconds = 0.0
 
-    def submit(self, ticket: int, problem: Problem, previous: Attempt | None, key: np.ndarray) -> None:
+    def submit(
+        self, ticket: int, problem: Problem, previous: Attempt | None, key: np.ndarray, so_far: Completion | None = None
+    ) -> None:
         """See `Writer.submit`. The messages are those that a local agent's chat template would get."""
         if ticket in self._open:
             raise ValueError(f"ticket {ticket} is open already")
-        self._open[ticket] = problem
+        if so_far is not None:
+            raise ValueError(f"ticket {ticket} has half a response, which a server cannot go on with")
         candidates: list[Messages] = []
         if previous is not None:
             program, grade = previous.draft.program, previous.grade
@@ -91,8 +94,12 @@ class EndpointWriter:
         candidates.append(attempt_messages(problem, self._role))
         # 31 bits: some servers take no more.
         seed = int(key[0] ^ key[1]) & 0x7FFFFFFF
-        future = self._endpoint.ask(candidates, self._sampling, seed)
-        future.add_done_callback(lambda future: self._arrived.put((ticket, future)))
+        future, arrived = self._endpoint.ask(candidates, self._sampling, seed), self._arrived
+        self._open[ticket] = problem, future
+        future.add_done_callback(lambda future: arrived.put((ticket, future)))
+
+    def dispatch(self) -> None:
+        """See `Writer.dispatch`. Its requests are under way since they were submitted."""
 
     def step(self) -> list[Draft]:
         """See `Writer.step`: waits a moment for an answer, and returns all that are there, in order of their tickets.
@@ -112,7 +119,7 @@ class EndpointWriter:
         return [self._draft(ticket, future.result()) for ticket, future in sorted(arrived, key=lambda one: one[0])]
 
     def _draft(self, ticket: int, reply: Reply) -> Draft:
-        problem = self._open.pop(ticket)
+        problem, _ = self._open.pop(ticket)
         if not reply.text.strip() and not self._warned:
             self._warned = True
             logging.getLogger(__name__).warning(
@@ -123,6 +130,15 @@ class EndpointWriter:
             )
         program = extract_program(reply.text, problem)
         return Draft(ticket, reply.text, program, completion=None, counted=reply.tokens)
+
+    def suspend(self) -> dict[int, Completion | None]:
+        """See `Writer.suspend`. What is under way is given up and has to be asked anew."""
+        tickets, self._open = self._open, {}
+        # The old queue still gets what is given up.
+        self._arrived = queue.SimpleQueue()
+        for _, future in tickets.values():
+            future.cancel()
+        return dict.fromkeys(tickets)
 
     @property
     def pending(self) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 from mars2_jax.errors import PromptTooLong
 from mars2_jax.models.tokenizer import ChatTokenizer
 from mars2_jax.rollout.ports import Port
-from mars2_jax.rollout.types import Request, SamplingParams
+from mars2_jax.rollout.types import Completion, Request, SamplingParams
 from mars2_jax.search.writer import Attempt, Draft
 from mars2_jax.tasks.extract import extract_program
 from mars2_jax.tasks.problem import Problem
@@ -86,7 +86,9 @@ class EngineWriter:
         self._open: dict[int, Problem] = {}
         self.seconds = 0.0
 
-    def submit(self, ticket: int, problem: Problem, previous: Attempt | None, key: np.ndarray) -> None:
+    def submit(
+        self, ticket: int, problem: Problem, previous: Attempt | None, key: np.ndarray, so_far: Completion | None = None
+    ) -> None:
         """See `Writer.submit`.
 
         Raises:
@@ -95,8 +97,16 @@ class EngineWriter:
         if ticket in self._open:
             raise ValueError(f"ticket {ticket} is open already")
         prompt = self._prompter.attempt(problem) if previous is None else self._prompter.refinement(problem, previous)
-        self._engine.submit(Request(ticket, prompt, key, self._sampling))
+        if so_far is not None and not np.array_equal(prompt, so_far.prompt):
+            raise ValueError(f"ticket {ticket} was suspended with another prompt than it has now")
+        self._engine.submit(Request(ticket, prompt, key, self._sampling, so_far))
         self._open[ticket] = problem
+
+    def dispatch(self) -> None:
+        """See `Writer.dispatch`: the next chunk."""
+        started = time.perf_counter()
+        self._engine.dispatch()
+        self.seconds += time.perf_counter() - started
 
     def step(self) -> list[Draft]:
         """See `Writer.step`: one chunk of decoding, for all that have a port to the engine."""
@@ -109,6 +119,11 @@ class EngineWriter:
             text = self._tokenizer.decode(completion.tokens)
             drafts.append(Draft(completion.id, text, extract_program(text, problem), completion))
         return drafts
+
+    def suspend(self) -> dict[int, Completion | None]:
+        """See `Writer.suspend`."""
+        tickets, self._open = list(self._open), {}
+        return {ticket: self._engine.abort(ticket) for ticket in tickets}
 
     @property
     def pending(self) -> int:

@@ -38,6 +38,30 @@ def value_and_gradients(implementation, inputs, segments, valid):
 
 
 @pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["rows", "segments"])
+def test_xla_equals_its_formula(inputs, segments):
+    """Of queries in three blocks (64, 64 and 2), against a loop in NumPy; gradients against those of the plain form."""
+
+    def plain(query, key, value):
+        visible = np.tril(np.ones((LENGTH, LENGTH), bool))[None]
+        if segments is not None:
+            visible = visible & (np.asarray(segments)[:, :, None] == np.asarray(segments)[:, None])
+        scores = jnp.einsum("bqkgh,bskh->bkgqs", query, key) / HEAD_DIM**0.5
+        weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), axis=-1)
+        return jnp.einsum("bkgqs,bskh->bqkgh", weights, value)
+
+    (_, mixed), gradients = value_and_gradients("xla", inputs, segments, LENGTH)
+    query, key, value = (np.asarray(x, np.float64) for x in inputs)
+    for row in range(ROWS):
+        for i in range(LENGTH):
+            seen = [j for j in range(i + 1) if segments is None or segments[row, j] == segments[row, i]]
+            scores = np.einsum("gh,sh->gs", query[row, i, 0], key[row, seen, 0]) / HEAD_DIM**0.5
+            weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+            np.testing.assert_allclose(mixed[row, i, 0], weights @ value[row, seen, 0], atol=1e-5)
+    expected = jax.jit(jax.grad(lambda *inputs: jnp.sin(plain(*inputs)).sum(), argnums=(0, 1, 2)))(*inputs)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), gradients, expected)
+
+
+@pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["rows", "segments"])
 def test_splash_equals_xla(monkeypatch, inputs, segments):
     # Two blocks a side: one on the diagonal, one below it, one above it that is skipped; and padding to their multiple.
     monkeypatch.setattr(lib, "_SPLASH_BLOCK", 128)

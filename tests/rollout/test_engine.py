@@ -218,3 +218,89 @@ def test_prompts_that_the_memory_has_no_room_for_are_prefilled_again(decoder):
     for seed in (1, 2, 3, 3, 2, 1):
         run(e, [request(seed, length=20, seed=seed)])
     assert e.prefilled_tokens == 4 * 19
+
+
+def test_aborted_requests_free_their_slots_and_go_on_where_they_stopped(decoder):
+    requests = [request(i, length=3 + i, max_new_tokens=20, **SAMPLING[i % len(SAMPLING)]) for i in range(6)]
+    whole = run(engine(decoder), requests)
+    busy = engine(decoder, slots=4)
+    for r in requests:
+        busy.submit(r)
+    early = {c.id: c for c in busy.step()}
+    # One in the queue, one that decodes, one whose chunk is under way, and none of these.
+    assert busy.abort(99) is None
+    queued = busy.abort(5)
+    assert queued.finish == "abort" and len(queued.tokens) == 0
+    assert busy.abort(5) is None
+    parts = {5: queued}
+    running = [r.id for r in requests[:4] if r.id not in early]
+    for i in running[:2]:
+        parts[i] = busy.abort(i)
+        busy.dispatch()
+    done = early | {c.id: c for c in _drain(busy)}
+    for i, part in parts.items():
+        if part.finish == "abort":
+            np.testing.assert_array_equal(part.tokens, whole[i].tokens[: len(part.tokens)])
+            parts[i] = run(engine(decoder, slots=2), [dataclasses.replace(requests[i], so_far=part)])[i]
+    assert {**done, **parts}.keys() == whole.keys() and not done.keys() & parts.keys()
+    for i, completion in {**done, **parts}.items():
+        np.testing.assert_array_equal(completion.tokens, whole[i].tokens)
+        np.testing.assert_allclose(completion.logprobs, whole[i].logprobs, atol=1e-5)
+        np.testing.assert_allclose(completion.scores, whole[i].scores, atol=1e-5)
+        assert completion.finish == whole[i].finish
+
+
+def _drain(engine) -> list:
+    done = []
+    while engine.pending:
+        done += engine.step()
+    return done
+
+
+def test_dispatch_does_not_wait_and_step_collects(decoder):
+    requests = [request(i, max_new_tokens=9) for i in range(5)]
+    expected = run(engine(decoder, slots=2), requests)
+    one = engine(decoder, slots=2)
+    one.dispatch()  # nothing to do
+    for r in requests:
+        one.submit(r)
+    done = {}
+    while one.pending:
+        one.dispatch()
+        one.dispatch()  # is under way already
+        done |= {c.id: c for c in one.step()}
+    for i, completion in expected.items():
+        np.testing.assert_array_equal(done[i].tokens, completion.tokens)
+
+
+def test_a_stop_string_is_found_across_an_interruption(decoder):
+    text = lambda tokens: "".join(f"<{t}>" for t in tokens)
+    plain = run(engine(decoder), [request(i, max_new_tokens=12) for i in range(30)])
+    # One whose tokens number 3 and 4 are a pair that comes there first: the chunk of 4 ends between the two.
+    i = next(
+        i
+        for i, c in plain.items()
+        if len(c.tokens) > 5 and text(c.tokens).find(text(c.tokens[3:5])) == len(text(c.tokens[:3]))
+    )
+    asked = request(i, max_new_tokens=12, stop=(text(plain[i].tokens[3:5]),))
+    whole = run(engine(decoder, detokenize=text), [asked])[i]
+    first = engine(decoder, chunk=4, detokenize=text)
+    first.submit(asked)
+    assert first.step() == []
+    part = first.abort(i)
+    assert len(part.tokens) == 4
+    after = run(engine(decoder, detokenize=text), [dataclasses.replace(asked, so_far=part)])[i]
+    assert after.finish == whole.finish == "stop" and len(whole.tokens) == 5
+    np.testing.assert_array_equal(after.tokens, whole.tokens)
+
+
+def test_the_cache_grows_as_sequences_do_and_no_further_than_the_capacity(decoder):
+    one = engine(decoder, slots=2, chunk=4)
+    lengths = []
+    for r in [request(0, length=20, max_new_tokens=76), request(1, length=50, max_new_tokens=40)]:
+        one.submit(r)
+    while one.pending:
+        one.step()
+        lengths.append(one.cache_length)
+    assert lengths[0] == 64 and lengths == sorted(lengths)
+    assert lengths[-1] == 128  # the capacity, 96, in units of 64

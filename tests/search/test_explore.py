@@ -34,30 +34,49 @@ def digest(*parts: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4])
 
 
+def completion(tokens: int) -> Completion:
+    response = np.zeros(tokens, np.int32)
+    return Completion(0, np.zeros(1, np.int32), response, *(response.astype(np.float32),) * 2, finish="stop")
+
+
 class ScriptedWriter:
     """Two slots, as an engine has; a request takes 1 to 4 steps in a slot, by its key. Its text names its history."""
 
     def __init__(self, name: str, log: list[tuple]) -> None:
         self.name, self._log = name, log
-        self._queue: list[tuple[int, int, str]] = []
+        self._queue: list[tuple[int, int, int, str]] = []  # ticket, steps to go, steps done, text
         self._running: list[list] = []
+        self.steps = 0
 
-    def submit(self, ticket: int, problem: Problem, previous: Attempt | None, key: np.ndarray) -> None:
+    def submit(
+        self, ticket: int, problem: Problem, previous: Attempt | None, key: np.ndarray, so_far: Completion | None = None
+    ) -> None:
         assert key.shape == (2,) and key.dtype == np.uint32
         text = f"{self.name} {problem.id} after [{previous.draft.text if previous else ''}] {digest(key.tolist())}"
         self._log.append((self.name, ticket, text))
-        self._queue.append((ticket, 1 + digest(key.tolist()) % 4, text))
+        made = 0 if so_far is None else len(so_far.tokens)
+        self._queue.append((ticket, 1 + digest(key.tolist()) % 4 - made, made, text))
+
+    def dispatch(self) -> None:
+        pass
+
+    def suspend(self) -> dict[int, Completion | None]:
+        """What a request has is one token a step; what waits in the queue has nothing to keep."""
+        kept: dict[int, Completion | None] = {ticket: None for ticket, *_ in self._queue}
+        kept |= {ticket: completion(made) for ticket, _, made, _ in self._running}
+        self._queue, self._running = [], []
+        return kept
 
     def step(self) -> list[Draft]:
         while self._queue and len(self._running) < 2:
             self._running.append(list(self._queue.pop(0)))
         for request in self._running:
             request[1] -= 1
+            request[2] += 1
+        self.steps += len(self._running)
         done = [request for request in self._running if not request[1]]
         self._running = [request for request in self._running if request[1]]
-        nothing = np.zeros(0, np.int32)
-        completion = Completion(0, nothing, nothing, nothing, nothing, "stop")
-        return [Draft(ticket, text, text, completion) for ticket, _, text in done]
+        return [Draft(ticket, text, text, completion(made)) for ticket, _, made, text in done]
 
     @property
     def pending(self) -> int:

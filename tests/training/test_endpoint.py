@@ -18,7 +18,7 @@ from mars2_jax.grading import verdict as grading
 from mars2_jax.grading.verdict import Grade, Verdict
 from mars2_jax.rollout.endpoint import Endpoint
 from mars2_jax.rollout.engine import Engine
-from mars2_jax.rollout.types import SamplingParams
+from mars2_jax.rollout.types import Completion, SamplingParams
 from mars2_jax.search.writer import Attempt, Draft
 from mars2_jax.tasks.problem import CallTest, Problem
 from mars2_jax.tasks.prompts import attempt_messages, refinement_messages
@@ -190,6 +190,22 @@ def test_empty_answers_are_answers_without_a_program_and_told_once(answer, told,
         assert [d.program for d in drained(w)] == [""] * 3
     (record,) = [r for r in caplog.records if r.name.startswith("mars2_jax")]
     assert re.search(told.replace("(", r"\(").replace(")", r"\)"), record.getMessage())
+
+
+def test_suspended_it_gives_up_what_is_under_way():
+    with serving(said("x"), Answer({}, seconds=60)) as server, Endpoint("eve", settings(server.url)) as endpoint:
+        w = writer(endpoint)
+        key = np.zeros(2, np.uint32)
+        w.submit(1, PROBLEM, None, key)
+        assert len(drained(w)) == 1
+        for ticket in (2, 3):
+            w.submit(ticket, PROBLEM, None, key)
+        w.dispatch()
+        assert w.step() == []
+        assert w.suspend() == {2: None, 3: None}
+        assert w.pending == 0 and w.step() == []
+        with pytest.raises(ValueError, match="ticket 4 has half a response"):
+            w.submit(4, PROBLEM, None, key, Completion(4, key, key, key, key, "abort"))
 
 
 def test_a_failure_in_a_search_is_raised_at_once():
