@@ -27,6 +27,7 @@ from mars2_jax.models.lora import Lora, learned
 from mars2_jax.parallel.mesh import placed, replicated, row_shards, rows
 from mars2_jax.rollout import programs
 from mars2_jax.rollout.engine import SHORTEST, prefill_rows
+from mars2_jax.roster import weight_owners
 from mars2_jax.training.agent import abstract_policy, longest_sequence
 
 __all__ = ["Program", "Resident", "device_bytes", "team_programs"]
@@ -56,7 +57,7 @@ class Program:
 
     Attributes:
       kind: "prefill", "decode", "score" or "update".
-      agents: those that run it.
+      agents: those that have weights and run it.
       size: what one run of it works on, for people.
       tokens: those of one run, padding included.
       lower: makes it ready to be compiled.
@@ -83,13 +84,13 @@ def team_programs(
 
     Args:
       run: the config.
-      models: the shape of each agent's model.
+      models: the shape of the model of each agent that has weights.
       mesh: the devices, which need not be there.
     """
     found: dict[Hashable, Program] = {}
     residents: list[Resident] = []
     held: set[str] = set()
-    for name, agent in run.agents.items():
+    for name, agent in weight_owners(run.agents).items():
         plan = _AgentPlan(name, run, agent, models[name], mesh)
         if plan.keeps_base and agent.model.path not in held:
             held.add(agent.model.path)
