@@ -15,6 +15,7 @@ A command is
 
 from __future__ import annotations
 
+import _thread
 import ast
 import os
 import re
@@ -77,6 +78,7 @@ def run(main: Callable[[], None]) -> NoReturn:
     # Orbax logs every detail at INFO, which --verbosity=0 shows; transformers warns that PyTorch is missing.
     logging.set_verbosity(logging.WARNING)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    sys.unraisablehook = _keep_interrupts
     try:
         app.run(lambda _: main(), flags_parser=_parse)
     except UserError as error:
@@ -87,6 +89,15 @@ def run(main: Callable[[], None]) -> NoReturn:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     sys.exit(0)
+
+
+def _keep_interrupts(unraisable: sys.UnraisableHookArgs) -> None:
+    """Sends an interrupt again that came where Python cannot raise it: JAX runs code of its own in every garbage
+    collection, and a Ctrl-C then would be lost."""
+    if unraisable.exc_type is KeyboardInterrupt:
+        _thread.interrupt_main()
+    else:
+        sys.__unraisablehook__(unraisable)
 
 
 def _parse(argv: Sequence[str]) -> list[str]:
