@@ -20,6 +20,7 @@ import ast
 import os
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -95,7 +96,10 @@ def _keep_interrupts(unraisable: sys.UnraisableHookArgs) -> None:
     """Sends an interrupt again that came where Python cannot raise it: JAX runs code of its own in every garbage
     collection, and a Ctrl-C then would be lost."""
     if unraisable.exc_type is KeyboardInterrupt:
-        _thread.interrupt_main()
+        # A moment later: here it would be dropped, too.
+        again = threading.Timer(0.05, _thread.interrupt_main)
+        again.daemon = True
+        again.start()
     else:
         sys.__unraisablehook__(unraisable)
 
