@@ -15,10 +15,10 @@ A command is
 
 from __future__ import annotations
 
-import _thread
 import ast
 import os
 import re
+import signal
 import sys
 import threading
 import traceback
@@ -97,7 +97,8 @@ def _keep_interrupts(unraisable: sys.UnraisableHookArgs) -> None:
     collection, and a Ctrl-C then would be lost."""
     if unraisable.exc_type is KeyboardInterrupt:
         # A moment later: here it would be dropped, too.
-        again = threading.Timer(0.05, _thread.interrupt_main)
+        main = threading.main_thread().ident
+        again = threading.Timer(0.05, lambda: signal.pthread_kill(main, signal.SIGINT))  # type: ignore[arg-type]
         again.daemon = True
         again.start()
     else:
