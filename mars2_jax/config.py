@@ -19,12 +19,14 @@ from ml_collections import ConfigDict, FrozenConfigDict
 
 from mars2_jax.errors import ConfigError
 from mars2_jax.files import write_atomically
+from mars2_jax.roster import check_roster
 
 __all__ = ["agent_config", "as_json", "check_key", "default_config", "describe_type", "validate", "write_config"]
 
 
 def agent_config() -> ConfigDict:
-    """The defaults of one agent: one language model with its own weights, optimizer, role and buffer."""
+    """The defaults of one agent: a language model with its own weights, optimizer, role and buffer; or a role that
+    plays with another agent's weights; or a model that is served elsewhere."""
     return ConfigDict(
         dict(
             model=dict(
@@ -47,6 +49,30 @@ def agent_config() -> ConfigDict:
                     # Weights with adapters: "attention" (query-key-value and output), "mlp" (gate, up and down).
                     targets=("attention", "mlp"),
                 ),
+            ),
+            # Another agent, whose weights and optimizer it has: one set of weights, two roles. Nodes that it writes are
+            # learned from by the other; in trees, metrics and groups of advantages it is an agent of its own. It has
+            # its own role and enable_thinking; model, trainable and optimizer stay as they are here. "" shares none.
+            share_weights_with="",
+            # A server that speaks the OpenAI chat API, in place of weights: for evaluation only, not trainable.
+            # Searches with it are not reproducible.
+            endpoint=dict(
+                # Such as "http://localhost:8000/v1", without "/chat/completions"; "" is none.
+                base_url="",
+                # The server's name for the model.
+                model="",
+                # Environment variable that holds the key; "" sends none.
+                api_key_env="",
+                # The server's word for the budget of a response: "max_tokens", or "max_completion_tokens" (OpenAI's
+                # reasoning models).
+                token_limit="max_tokens",
+                # Seconds to wait for an answer.
+                timeout=600.0,
+                # How often a request is sent again that found no connection, got no answer in time, or was answered
+                # with status 408, 409, 429 or 5xx; the pauses grow, or are what the server asks for.
+                max_retries=5,
+                # Requests under way at a time.
+                concurrency=16,
             ),
             # System prompt; "" uses none.
             role="",
@@ -253,6 +279,7 @@ _CHOICES = {
     "agents.*.model.dtype": ("auto", "float32", "bfloat16"),
     "agents.*.model.attention": ("auto", "xla", "cudnn", "splash"),
     "agents.*.model.lora.targets": ("attention", "mlp"),
+    "agents.*.endpoint.token_limit": ("max_tokens", "max_completion_tokens"),
 }
 
 # What a number must be, as an interval; None is no bound, a round bracket leaves the bound itself out.
@@ -300,6 +327,9 @@ _RANGES: dict[str, tuple[str, float | None, float | None, str]] = {
     "eval.search_nodes": ("[", 0, None, ")"),
     "agents.*.model.lora.rank": ("[", 0, None, ")"),
     "agents.*.model.lora.alpha": ("(", 0, None, ")"),
+    "agents.*.endpoint.timeout": ("(", 0, None, ")"),
+    "agents.*.endpoint.max_retries": ("[", 0, None, ")"),
+    "agents.*.endpoint.concurrency": ("[", 1, None, ")"),
     "agents.*.optimizer.learning_rate": ("[", 0, None, ")"),
     "agents.*.optimizer.warmup_updates": ("[", 0, None, ")"),
     "agents.*.optimizer.b1": ("[", 0, 1, ")"),
@@ -423,21 +453,7 @@ def _check_combinations(config: ConfigDict) -> None:
     _check_mesh("mesh", config.mesh.to_dict())
     if any(config.rollout.mesh.values()):
         _check_mesh("rollout.mesh", config.rollout.mesh.to_dict(), ", or all three 0 for config.mesh")
-    for name, agent in config.agents.items():
-        if not agent.model.path:
-            raise ConfigError(f"config.agents.{name}.model.path is empty: name a model folder or file")
-        if not re.fullmatch(r"([0-9a-fA-F]{64})?", agent.model.sha256):
-            raise ConfigError(f"config.agents.{name}.model.sha256 is {agent.model.sha256!r}; it must be 64 hex digits")
-        lora = agent.model.lora
-        if lora.rank and not lora.targets:
-            raise ConfigError(
-                f"config.agents.{name}.model.lora.targets is empty: name attention, mlp or both, or set rank=0"
-            )
-        if lora.rank and not agent.trainable:
-            raise ConfigError(
-                f"config.agents.{name}.model.lora.rank is {lora.rank}, but config.agents.{name}.trainable is False: "
-                "its adapters would change nothing; set rank=0"
-            )
+    check_roster(config, agent_config())
     _check_search(config)
     learning = config.learning
     if learning.train_batch_size % learning.micro_batch_size:

@@ -7,6 +7,7 @@ defect of the program and keeps its traceback.
 __all__ = [
     "ConfigError",
     "DataError",
+    "EndpointError",
     "GraderError",
     "ModelError",
     "PlanError",
@@ -31,6 +32,10 @@ class ModelError(UserError):
 
 class DataError(UserError):
     """A problem set that is missing or malformed (a problem without tests, a duplicate id, ...)."""
+
+
+class EndpointError(UserError):
+    """A server that cannot be reached, refuses a request, or answers with something else than was asked for."""
 
 
 class SandboxError(UserError):

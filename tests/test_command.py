@@ -25,6 +25,14 @@ def main():
         import signal
         # Ignored where the tests run in the background of a shell.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        if config.seed:
+            import gc
+            # As JAX has one: what a callback of the collector raises, Python drops.
+            gc.callbacks.append(lambda phase, info: gc.callbacks.clear() or signal.raise_signal(signal.SIGINT))
+            gc.collect()
+            import time
+            time.sleep(10)
+            raise RuntimeError("the interrupt was lost")
         signal.raise_signal(signal.SIGINT)
     if config.data.source == "defect":
         raise RuntimeError("a defect")
@@ -140,6 +148,11 @@ def test_missing_workdir(files):
 def test_an_interrupted_command_says_so_in_one_line(files):
     done = call(files, "--config=config.py", "--config.data.source=interrupt")
     assert (done.stderr, done.returncode) == ("interrupted\n", 130)
+
+
+def test_an_interrupt_in_the_middle_of_a_garbage_collection_is_not_lost(files):
+    done = call(files, "--config=config.py", "--config.data.source=interrupt", "--config.seed=1")
+    assert (done.stdout, done.stderr, done.returncode) == ("", "interrupted\n", 130)
 
 
 def test_a_defect_keeps_its_traceback(files):

@@ -56,7 +56,7 @@ def test_all_packages_are_shipped(metadata):
 def test_what_setup_asks_for_is_in_a_lock(metadata):
     extras = metadata["extras_require"]
     main, parity = pins(REPOSITORY / "launch/requirements.lock"), pins(REPOSITORY / "launch/requirements-parity.lock")
-    for requirement in metadata["install_requires"] + extras["quickstart"] + extras["dev"]:
+    for requirement in metadata["install_requires"] + extras["quickstart"] + extras["endpoint"] + extras["dev"]:
         assert canonical(requirement) in main, requirement
         if "==" in requirement:
             assert main[canonical(requirement)] == [requirement.partition("==")[2]]

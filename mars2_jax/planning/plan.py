@@ -14,6 +14,7 @@ from mars2_jax.planning.models import model_shape
 from mars2_jax.planning.programs import team_programs
 from mars2_jax.planning.report import Plan
 from mars2_jax.planning.topology import topology_devices
+from mars2_jax.roster import weight_owner, weight_owners
 from mars2_jax.training.agent import check_length, longest_sequence
 from mars2_jax.training.setup import check_rows, check_trainable
 
@@ -39,7 +40,7 @@ def make_plan(
     chip, devices = topology_devices(topology)
     mesh = make_mesh(config.mesh, devices)
     check_rows(config, mesh)
-    paths = {name: agent.model.path for name, agent in config.agents.items()}
+    paths = {name: agent.model.path for name, agent in weight_owners(config.agents).items()}
     shapes = {path: model_shape(path) for path in dict.fromkeys(paths.values())}
     for path, (shape, _) in shapes.items():
         check_length(path, shape, longest_sequence(config))
@@ -50,6 +51,9 @@ def make_plan(
             status.update(f"compiling {program.kind} of {', '.join(program.agents)}: {program.size}")
             outcomes.append(compile_program(program))
     models = {name: (path, shapes[path][1]) for name, path in paths.items()}
+    for name in config.agents:
+        if (owner := weight_owner(config.agents, name)) != name:
+            models[name] = (paths[owner], f"{owner}, whose weights it has")
     plan = Plan(topology, chip, dict(mesh.shape), models, residents, outcomes)
     plan.show(console)
     if json_path is not None:

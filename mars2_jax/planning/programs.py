@@ -27,6 +27,7 @@ from mars2_jax.models.lora import Lora, learned
 from mars2_jax.parallel.mesh import placed, replicated, row_shards, rows
 from mars2_jax.rollout import programs
 from mars2_jax.rollout.engine import SHORTEST, prefill_rows
+from mars2_jax.roster import weight_owners
 from mars2_jax.training.agent import abstract_policy, engine_layout, longest_sample, longest_sequence, make_handover
 
 __all__ = ["Program", "Resident", "device_bytes", "team_programs"]
@@ -56,7 +57,7 @@ class Program:
 
     Attributes:
       kind: "prefill", "decode", "score" or "update".
-      agents: those that run it.
+      agents: those that have weights and run it.
       size: what one run of it works on, for people.
       tokens: those of one run, padding included.
       mesh: what it runs on, which is in context while it is lowered.
@@ -85,13 +86,13 @@ def team_programs(
 
     Args:
       run: the config.
-      models: the shape of each agent's model.
+      models: the shape of the model of each agent that has weights.
       mesh: the devices, which need not be there.
     """
     found: dict[Hashable, Program] = {}
     residents: list[Resident] = []
     held: set[tuple[str, str]] = set()
-    for name, agent in run.agents.items():
+    for name, agent in weight_owners(run.agents).items():
         plan = _AgentPlan(name, run, agent, models[name], mesh)
         for what, tree in plan.shared().items():
             if (agent.model.path, what) not in held:

@@ -131,6 +131,7 @@ def write_search(path: str | os.PathLike[str], saved: SavedSearch) -> None:
             "text": d.text,
             "program": d.program,
             "completion": completions.number(d.completion),
+            "counted": d.counted,
         }
 
     def where(node: OpenNode | UngradedNode) -> dict[str, int]:
@@ -183,7 +184,8 @@ def read_search(path: str | os.PathLike[str]) -> SavedSearch:
         forest = jax.tree.unflatten(jax.tree.structure(like), leaves)
 
         def draft(d: Mapping[str, Any]) -> Draft:
-            return Draft(d["ticket"], d["text"], d["program"], completions[d["completion"]])
+            completion = None if d["completion"] is None else completions[d["completion"]]
+            return Draft(d["ticket"], d["text"], d["program"], completion, d["counted"])
 
         attempts = [
             {a["slot"]: Attempt(**a | {"draft": draft(a["draft"]), "grade": _grade(a["grade"])}) for a in tree}

@@ -16,12 +16,26 @@ __all__ = ["Attempt", "Draft", "Writer"]
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """What a writer returns for a ticket: the text, the program in it ("" where there is none), and its tokens."""
+    """What a writer returns for a ticket.
+
+    Attributes:
+      ticket: that of the request.
+      text: the answer.
+      program: the program in it; "" where there is none.
+      completion: its tokens; None of a model that is served elsewhere, whose answers cannot be learned from.
+      counted: length of such an answer by the server's count of tokens; 0 where it does not count.
+    """
 
     ticket: int
     text: str
     program: str
-    completion: Completion
+    completion: Completion | None
+    counted: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Length of the answer in tokens."""
+        return self.counted if self.completion is None else len(self.completion.tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +72,11 @@ class Writer(Protocol):
         """Starts what the next `step` will wait for, so that several writers work at the same time. May do nothing."""
 
     def step(self) -> list[Draft]:
-        """Works for a bounded while on all open tickets and returns those that are done, in a deterministic order."""
+        """Works for a bounded while on all open tickets and returns those that are done.
+
+        Which these are, and their order, follows from the calls before, never from the clock. A model that is served
+        elsewhere cannot promise that: it orders by ticket what has arrived.
+        """
 
     def suspend(self) -> dict[int, Completion | None]:
         """Takes all open tickets out, and returns of each what it has so far: None where it has to be asked anew."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,14 +30,19 @@ from mars2_jax.models.weights import abstract_decoder, check_tensors, load
 from mars2_jax.parallel.mesh import param_shardings, platform, rollout_mesh, rows
 from mars2_jax.rollout.engine import Engine
 from mars2_jax.rollout.handover import Handover
+from mars2_jax.rollout.ports import SharedEngine
 from mars2_jax.rollout.types import Completion, SamplingParams
+from mars2_jax.roster import is_served, weight_owner, weight_owners
 from mars2_jax.training.buffer import Buffer, TreeKey
+from mars2_jax.training.endpoint import EndpointAgent
 from mars2_jax.training.keys import adapter_key
 from mars2_jax.training.writer import EngineWriter, Prompter
 
 __all__ = [
     "Agent",
+    "Member",
     "ModelFile",
+    "Role",
     "Weights",
     "abstract_policy",
     "build_team",
@@ -47,6 +53,7 @@ __all__ = [
     "make_handover",
     "make_prompter",
     "open_models",
+    "reset_engines",
 ]
 
 
@@ -158,7 +165,7 @@ def _dtype(name: str, mesh: Mesh) -> Any:
 
 
 class Agent:
-    """One member of the team. See `build_team`.
+    """A member of the team with weights of its own. See `build_team`.
 
     What it learns is `state.params`: all weights, or adapters (`config.model.lora`) over those of the checkpoint, which
     stay as they are.
@@ -166,7 +173,7 @@ class Agent:
     Attributes:
       name: its name in the config.
       config: its section of the config.
-      engine: decodes with its current weights.
+      engine: decodes with its current weights, for all that play with them.
       buffer: its finished nodes that no update has used yet.
       state: weights, optimizer state and number of updates; None where it does not learn.
       lora: which adapters it learns; None where it learns all weights or nothing.
@@ -210,6 +217,7 @@ class Agent:
             prompt_memory=rollout.prompt_memory or None,
             layout=engine_layout(decoder, run, model.mesh),
         )
+        self._shared_engine = SharedEngine(self.engine)
         if not config.trainable:
             return
         learner = functools.partial(
@@ -247,13 +255,15 @@ class Agent:
         """Shapes, types and shardings of its training state, which need not exist."""
         return self.learner.abstract(self._params_shape)
 
-    def writer(self, sampling: SamplingParams, *, single: bool = False) -> EngineWriter:
-        """Its voice in a search, or (`single`) for the single answers of an evaluation."""
-        prompter = make_prompter(self.name, self._run, self.tokenizer, single=single)
-        return EngineWriter(self.name, self.engine, self.tokenizer, prompter, sampling)
+    def writer(self, sampling: SamplingParams, *, single: bool = False, role: str | None = None) -> EngineWriter:
+        """Its voice in a search, or (`single`) for the single answers of an evaluation; or that of the agent `role`,
+        which plays with its weights."""
+        name = role or self.name
+        prompter = make_prompter(name, self._run, self.tokenizer, single=single)
+        return EngineWriter(name, self._shared_engine.port(), self.tokenizer, prompter, sampling)
 
     def remember(self, written: list[tuple[TreeKey, int, Completion]], trees: dict[TreeKey, TreeArrays]) -> None:
-        """Puts graded nodes that it wrote into its buffer, scored under its current and its reference weights.
+        """Puts graded nodes that its weights wrote into its buffer, scored under these and its reference weights.
 
         The current weights are those that wrote them: `lp_old` against the engine's own log-probabilities is the gap
         between trainer and sampler and nothing else.
@@ -298,6 +308,33 @@ class Agent:
         return {name: float(value) for name, value in metrics.items()}, keys, advantages  # type: ignore[return-value]
 
 
+class Role:
+    """A member of the team that plays with the weights of another, under a prompt of its own.
+
+    Attributes:
+      name: its name in the config.
+      owner: the agent whose weights, engine and buffer serve both.
+    """
+
+    def __init__(self, name: str, owner: Agent):
+        self.name, self.owner = name, owner
+
+    def writer(self, sampling: SamplingParams, *, single: bool = False) -> EngineWriter:
+        """See `Agent.writer`."""
+        return self.owner.writer(sampling, single=single, role=self.name)
+
+
+Member = Agent | Role | EndpointAgent
+"""Whatever may play in a team."""
+
+
+def reset_engines(team: Sequence[Member]) -> None:
+    """Resets every engine of the team, so that what follows hangs on nothing that was before."""
+    for member in team:
+        if isinstance(member, Agent):
+            member.engine.reset()
+
+
 def _cast(params: nnx.State, dtype: Any) -> nnx.State:
     """The same arrays where they have the type already."""
     return jax.tree.map(lambda x: x.astype(dtype), params)
@@ -338,7 +375,7 @@ def open_models(run: FrozenConfigDict, mesh: Mesh) -> dict[str, ModelFile]:
     """The models that the agents name, by path, for a mesh; each is opened once. Raises as `ModelFile` does."""
     longest = longest_sequence(run)
     files: dict[str, ModelFile] = {}
-    for name, agent in run.agents.items():
+    for name, agent in weight_owners(run.agents).items():
         model = agent.model
         if model.path not in files:
             files[model.path] = ModelFile(model, longest, mesh, key=f"agents.{name}.model")
@@ -350,20 +387,28 @@ def open_models(run: FrozenConfigDict, mesh: Mesh) -> dict[str, ModelFile]:
     return files
 
 
-def build_team(run: FrozenConfigDict, files: dict[str, ModelFile], *, learn: bool = True) -> list[Agent]:
+def build_team(run: FrozenConfigDict, files: dict[str, ModelFile], *, learn: bool = True) -> list[Member]:
     """Loads the models and makes the agents, in the order of their names in the config.
 
     Agents of one checkpoint start from equal weights, read once, and then go their own ways: those with adapters share
     these weights for good. `learn=False` makes no optimizer states and no references.
     """
-    learners = [agent.model for agent in run.agents.values() if learn and agent.trainable]
+    owners = weight_owners(run.agents)
+    learners = [agent.model for agent in owners.values() if learn and agent.trainable]
     masters = {model.path for model in learners if not model.lora.rank}
     bases = {model.path for model in learners if model.lora.rank or run.learning.kl_coef > 0}
     weights = {}
     for path, file in files.items():
         handover = make_handover(file.abstract(), run, file.mesh)
         weights[path] = file.load(handover, base=path in bases, master=path in masters)
-    return [
-        Agent(name, config, run, files[config.model.path], weights[config.model.path], learn=learn)
-        for name, config in run.agents.items()
-    ]
+    agents = {
+        name: Agent(name, config, run, files[config.model.path], weights[config.model.path], learn=learn)
+        for name, config in owners.items()
+    }
+
+    def member(name: str) -> Member:
+        if is_served(run.agents[name]):
+            return EndpointAgent(name, run)
+        return agents[name] if name in agents else Role(name, agents[weight_owner(run.agents, name)])
+
+    return [member(name) for name in run.agents]

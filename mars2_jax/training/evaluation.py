@@ -14,10 +14,12 @@ from rich.table import Table
 from mars2_jax.config import as_json
 from mars2_jax.errors import ConfigError, DataError
 from mars2_jax.evaluation.evaluate import evaluate_agent, evaluate_team
+from mars2_jax.roster import is_served
 from mars2_jax.search.explore import Grader
 from mars2_jax.tasks.problem import Problem
-from mars2_jax.training.agent import Agent
+from mars2_jax.training.agent import Agent, Member, reset_engines
 from mars2_jax.training.checkpoint import Checkpointer
+from mars2_jax.training.endpoint import EndpointAgent
 from mars2_jax.training.keys import evaluation_key
 from mars2_jax.training.setup import Setup, eval_problems, evaluation_sampling, start_grader, training_sampling
 from mars2_jax.viewer.terminal import Progress
@@ -31,7 +33,7 @@ def searchable(config: FrozenConfigDict, problems: Sequence[Problem]) -> bool:
 
 
 def evaluate(
-    config: FrozenConfigDict, team: Sequence[Agent], problems: Sequence[Problem], grader: Grader, progress: Progress
+    config: FrozenConfigDict, team: Sequence[Member], problems: Sequence[Problem], grader: Grader, progress: Progress
 ) -> dict[str, float]:
     """Scores of every agent and of the team.
 
@@ -44,15 +46,17 @@ def evaluate(
     key = evaluation_key(config.seed)
     prefix = f"eval/{_name(config.eval.source)}"
     scores: dict[str, float] = {}
-    for agent in team:
-        agent.engine.reset()
-    for index, agent in enumerate(team):
+    reset_engines(team)
+    names = [f"{prefix}/{member.name}/pass@1" for member in team]
+    # Those that are served elsewhere first: a model or an address that is wrong shows at their first request.
+    for index, agent in sorted(enumerate(team), key=lambda member: not isinstance(member[1], EndpointAgent)):
         advance = progress.counter(f"evaluate {agent.name}", len(problems))
         writer = agent.writer(evaluation_sampling(config), single=True)
         result = evaluate_agent(
             problems, writer, grader, config.search, key=jax.random.fold_in(key, index), progress=advance
         )
-        scores[f"{prefix}/{agent.name}/pass@1"] = result.values["pass@1"]
+        scores[names[index]] = result.values["pass@1"]
+    scores = {name: scores[name] for name in names}
     if searchable(config, problems):
         nodes = config.eval.search_nodes
         advance = progress.counter("evaluate the team's search", len(problems) * nodes)
@@ -97,12 +101,19 @@ def run_evaluation(config: FrozenConfigDict, workdir: str | None, console: Conso
             _check_made_by(config, checkpointer, workdir)
         searched = problems if searchable(config, problems) else []
         setup = Setup.check(config, searched=searched, answered=problems, learn=False)
-        console.print(f"loading {', '.join(setup.files)}", highlight=False)
+        if setup.files:
+            console.print(f"loading {', '.join(setup.files)}", highlight=False)
         stack.enter_context(jax.set_mesh(setup.mesh))
         team = setup.team(learn=False)
+        for member in team:
+            if isinstance(member, EndpointAgent):
+                stack.enter_context(member)
         step = _load_checkpoint(team, checkpointer) if checkpointer is not None else 0
         with Progress(1, console=console) as progress:
             scores = evaluate(config, team, problems, grader, progress)
+    for member in team:
+        if isinstance(member, EndpointAgent):
+            console.print(f"{member.name}: {member.endpoint.usage()}", highlight=False)
     if config.eval.search_nodes and not searchable(config, problems):
         console.print("no Pass@1(MCTS): these problems have no public tests to guide a search", highlight=False)
     console.print(f"{config.eval.source}, {len(problems)} problems, after {step} training steps", highlight=False)
@@ -115,13 +126,16 @@ def run_evaluation(config: FrozenConfigDict, workdir: str | None, console: Conso
 
 
 def _check_made_by(config: FrozenConfigDict, checkpointer: Checkpointer, workdir: str) -> None:
-    """Sees that the run's newest checkpoint holds the agents that the config names."""
+    """Sees that the run's newest checkpoint holds the agents that the config names. Those that are served elsewhere
+    need not have been there: a trained team may be tried with them."""
     latest = checkpointer.latest()
     if latest is None:
         raise DataError(f"no checkpoint in {workdir} yet: wait for the first training step to end")
     _, meta = latest
     for name, agent in as_json(config)["agents"].items():
-        for part in ("model", "role", "enable_thinking", "trainable"):
+        if is_served(config.agents[name]):
+            continue
+        for part in ("model", "share_weights_with", "role", "enable_thinking", "trainable"):
             if meta["config"]["agents"].get(name, {}).get(part) != agent[part]:
                 raise ConfigError(
                     f"config.agents.{name}.{part} differs from that of the run in {workdir}: evaluate a checkpoint "
@@ -129,8 +143,8 @@ def _check_made_by(config: FrozenConfigDict, checkpointer: Checkpointer, workdir
                 )
 
 
-def _load_checkpoint(team: Sequence[Agent], checkpointer: Checkpointer) -> int:
-    learners = [agent for agent in team if agent.config.trainable]
+def _load_checkpoint(team: Sequence[Member], checkpointer: Checkpointer) -> int:
+    learners = [agent for agent in team if isinstance(agent, Agent) and agent.config.trainable]
     # The weights alone: optimizer states are twice their size, and nothing learns here.
     saved = checkpointer.restore({a.name: {"params": a.abstract_state().params} for a in learners}, partial=True)
     assert saved is not None  # `_check_made_by` saw it

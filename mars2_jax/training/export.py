@@ -17,6 +17,7 @@ from mars2_jax.models.files import Checkpoint, find, open_checkpoint
 from mars2_jax.models.lora import Lora, learned, merge_lora
 from mars2_jax.models.tokenizer import load_tokenizer
 from mars2_jax.models.weights import abstract_decoder, load
+from mars2_jax.roster import is_served, weight_owner
 from mars2_jax.training.checkpoint import Checkpointer
 
 __all__ = ["export_agent", "export_model", "plain_weights"]
@@ -63,7 +64,7 @@ def export_agent(
       dtype: "float32" or "bfloat16".
 
     Raises:
-      ConfigError: no such agent, one that never learns, or another config than the run's.
+      ConfigError: no such agent, one without weights of its own or that never learns, or another config than the run's.
       DataError: no such checkpoint, or none that is whole.
       ModelError: the agent's model is gone, or the folder cannot be written.
     """
@@ -71,6 +72,10 @@ def export_agent(
     check_destination(folder)
     if agent not in config.agents:
         raise ConfigError(f"--agent={agent} is not an agent of this config; it has {', '.join(config.agents)}")
+    if is_served(config.agents[agent]):
+        raise ConfigError(f"agent {agent!r} is served by an endpoint: there are no weights to export")
+    if (owner := weight_owner(config.agents, agent)) != agent:
+        raise ConfigError(f"agent {agent!r} has the weights of {owner!r}: export --agent={owner}")
     model = config.agents[agent].model
     if not config.agents[agent].trainable:
         raise ConfigError(f"agent {agent!r} never learns (trainable=False): export its model by --model={model.path}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -42,7 +42,7 @@ def tree_arrays(exploration: Exploration, step: int) -> dict[TreeKey, TreeArrays
     for t, attempts in enumerate(exploration.attempts):
         length = np.zeros(forest.parent.shape[1], np.int32)
         for slot, attempt in attempts.items():
-            length[slot] = len(attempt.draft.completion.tokens)
+            length[slot] = attempt.draft.tokens
         trees[step, t] = TreeArrays(
             reward=forest.reward[t],
             parent=forest.parent[t],
@@ -53,14 +53,16 @@ def tree_arrays(exploration: Exploration, step: int) -> dict[TreeKey, TreeArrays
     return trees
 
 
-def written_by(exploration: Exploration, agent: int, step: int) -> list[Node]:
-    """The graded nodes that an agent wrote, tree by tree in the order of their slots."""
-    return [
-        ((step, t), slot, attempts[slot].draft.completion)
-        for t, attempts in enumerate(exploration.attempts)
-        for slot in sorted(attempts)
-        if attempts[slot].agent == agent and attempts[slot].grade.verdict is not Verdict.INFRA
-    ]
+def written_by(exploration: Exploration, agents: Collection[int], step: int) -> list[Node]:
+    """The graded nodes that some agents of this team wrote, tree by tree in the order of their slots."""
+    nodes = []
+    for t, attempts in enumerate(exploration.attempts):
+        for slot in sorted(attempts):
+            attempt = attempts[slot]
+            if attempt.agent in agents and attempt.grade.verdict is not Verdict.INFRA:
+                assert attempt.draft.completion is not None  # nobody in a team that trains is served elsewhere
+                nodes.append(((step, t), slot, attempt.draft.completion))
+    return nodes
 
 
 def tree_rows(
@@ -101,7 +103,7 @@ def tree_rows(
                     "advantage": number(advantage),
                     "verdict": attempt.grade.verdict.value,
                     "hidden_pass": attempt.grade.hidden_pass,
-                    "tokens": len(attempt.draft.completion.tokens),
+                    "tokens": attempt.draft.tokens,
                     "response": attempt.draft.text,
                     "program": attempt.draft.program,
                 }

@@ -15,10 +15,12 @@ from ml_collections import FrozenConfigDict
 from mars2_jax.errors import ConfigError, DataError, StorageError
 from mars2_jax.grading.grader import Grader
 from mars2_jax.parallel.mesh import make_mesh, row_shards
+from mars2_jax.rollout.endpoint import check_endpoint
 from mars2_jax.rollout.types import SamplingParams
+from mars2_jax.roster import is_served, weight_owner, weight_owners
 from mars2_jax.tasks.problem import Problem
 from mars2_jax.tasks.sources import load
-from mars2_jax.training.agent import Agent, ModelFile, build_team, make_prompter, open_models
+from mars2_jax.training.agent import Member, ModelFile, build_team, make_prompter, open_models
 
 __all__ = [
     "Setup",
@@ -80,7 +82,7 @@ class Setup:
         answered: Sequence[Problem] = (),
         learn: bool = True,
     ) -> Setup:
-        """Opens the models and sees that every problem fits every agent's prompt.
+        """Opens the models, sees that every problem fits every agent's prompt, and that every endpoint answers.
 
         Args:
           config: the run's config.
@@ -89,20 +91,24 @@ class Setup:
           learn: whether agents will be updated.
 
         Raises:
-          ModelError, ConfigError, PromptTooLong: what is wrong, by name.
+          ModelError, ConfigError, PromptTooLong, EndpointError: what is wrong, by name.
         """
         mesh = make_mesh(config.mesh)
         if learn:
             check_rows(config, mesh)
         files = open_models(config, mesh)
         for name, agent in config.agents.items():
+            if is_served(agent):
+                check_endpoint(name, agent.endpoint)
+                continue
+            model = files[config.agents[weight_owner(config.agents, name)].model.path]
             for problems, single in ((searched, False), (answered, True)):
-                prompter = make_prompter(name, config, files[agent.model.path].tokenizer, single=single)
+                prompter = make_prompter(name, config, model.tokenizer, single=single)
                 for problem in problems:
                     prompter.attempt(problem)
         return cls(config, files, mesh)
 
-    def team(self, *, learn: bool = True) -> list[Agent]:
+    def team(self, *, learn: bool = True) -> list[Member]:
         """Loads the weights; see `build_team`."""
         return build_team(self.config, self.files, learn=learn)
 
@@ -139,7 +145,13 @@ def check_trainable(config: FrozenConfigDict) -> None:
     Raises:
       ConfigError: names the key.
     """
-    if not any(agent.trainable for agent in config.agents.values()):
+    for name, agent in config.agents.items():
+        if is_served(agent):
+            raise ConfigError(
+                f"agent {name!r} is not trainable: config.agents.{name}.endpoint.base_url says that it is served "
+                "elsewhere; leave it out of training, it can be evaluated"
+            )
+    if not any(agent.trainable for agent in weight_owners(config.agents).values()):
         raise ConfigError("no agent is trainable: set config.agents.<name>.trainable=True for at least one")
     rollout = config.rollout
     if rollout.temperature == 0:

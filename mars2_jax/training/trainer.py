@@ -16,16 +16,25 @@ from rich.console import Console
 from mars2_jax.config import as_json, write_config
 from mars2_jax.errors import ConfigError
 from mars2_jax.rollout.programs import compilations
+from mars2_jax.roster import weight_owner
 from mars2_jax.search.explore import explore
 from mars2_jax.tasks.order import problems_for_step
 from mars2_jax.tasks.problem import Problem
-from mars2_jax.training.agent import Agent
+from mars2_jax.training.agent import Agent, reset_engines
 from mars2_jax.training.buffer import Buffer, TreeKey
 from mars2_jax.training.checkpoint import Checkpointer
 from mars2_jax.training.evaluation import evaluate, searchable
 from mars2_jax.training.keys import step_key
 from mars2_jax.training.metrics import MetricsWriter
-from mars2_jax.training.records import check_graded, most_telling, search_metrics, tree_arrays, tree_rows, written_by
+from mars2_jax.training.records import (
+    Node,
+    check_graded,
+    most_telling,
+    search_metrics,
+    tree_arrays,
+    tree_rows,
+    written_by,
+)
 from mars2_jax.training.setup import (
     Setup,
     check_space,
@@ -77,7 +86,12 @@ def train(config: FrozenConfigDict, workdir: str, console: Console | None = None
 
 
 class Trainer:
-    """One run. Made by `train`; the pieces it is given are open and checked."""
+    """One run. Made by `train`; the pieces it is given are open and checked.
+
+    Metrics `agent/<name>/...` count nodes, tokens and rewards of every member of the team. Those with weights have the
+    rest: `tokens_per_second` of all that their engine wrote, and, where they learn, losses, updates and the buffer, of
+    nodes by all that play with their weights.
+    """
 
     def __init__(
         self,
@@ -95,7 +109,7 @@ class Trainer:
         self.evaluations: dict[str, dict[str, float]] = {}
         console.print(f"loading {', '.join(setup.files)}", highlight=False)
         self.team = setup.team()
-        self.learners = [agent for agent in self.team if agent.state is not None]
+        self.learners = [agent for agent in self.team if isinstance(agent, Agent) and agent.state is not None]
         self.step = self._restore()
 
     def run(self) -> None:
@@ -134,8 +148,7 @@ class Trainer:
             self.problems[i]
             for i in problems_for_step(len(self.problems), self.step, config.data.problems_per_step, config.seed)
         ]
-        for agent in self.team:
-            agent.engine.reset()
+        reset_engines(self.team)
         writers = [agent.writer(training_sampling(config)) for agent in self.team]
         exploration = explore(
             chosen,
@@ -154,25 +167,23 @@ class Trainer:
         started = time.perf_counter()
         trees = tree_arrays(exploration, step)
         used: dict[TreeKey, tuple[np.ndarray, np.ndarray]] = {}
-        advance = progress.counter("learn", len(self.learners))
-        learned = 0
-        for index, agent in enumerate(self.team):
-            prefix = f"agent/{agent.name}"
-            written = written_by(exploration, index, step)
-            tokens = sum(len(completion.tokens) for _, _, completion in written)
-            values |= {
-                f"{prefix}/nodes": len(written),
-                f"{prefix}/tokens": tokens,
-                f"{prefix}/tokens_per_second": tokens / max(writers[index].seconds, 1e-9),
-            }
+        for index, member in enumerate(self.team):
+            written = written_by(exploration, {index}, step)
+            prefix = f"agent/{member.name}"
+            values |= {f"{prefix}/nodes": len(written), f"{prefix}/tokens": _tokens(written)}
             if written:
                 values[f"{prefix}/reward_mean"] = float(np.mean([trees[key].reward[slot] for key, slot, _ in written]))
+        advance = progress.counter("learn", len(self.learners))
+        for agent, voices in self._voices():
+            prefix = f"agent/{agent.name}"
+            written = written_by(exploration, voices, step)
+            seconds = sum(writers[index].seconds for index in voices)
+            values[f"{prefix}/tokens_per_second"] = _tokens(written) / max(seconds, 1e-9)
             if agent.state is not None:
                 agent.remember(written, trees)
                 values |= {f"{prefix}/{name}": value for name, value in self._update(agent, used).items()}
                 values |= {f"{prefix}/updates": int(agent.state.step), f"{prefix}/buffer": len(agent.buffer)}
-                learned += 1
-                advance(learned, len(self.learners))
+                advance(self.learners.index(agent) + 1, len(self.learners))
         values["time/update_seconds"] = time.perf_counter() - started
         values["rollout/compilations"] = compilations()
         write_trees(self.workdir, step, tree_rows(exploration, [a.name for a in self.team], step, used))
@@ -180,6 +191,15 @@ class Trainer:
         self.step = step
         reward, solved = values.get("search/reward_mean", 0.0), values.get("search/solve_rate", 0.0)
         return f"reward {reward:.2f}, solved {solved:.0%} of trees"
+
+    def _voices(self) -> list[tuple[Agent, set[int]]]:
+        """The agents with weights, and the numbers in the forest of those that play with them."""
+        owners = [weight_owner(self.config.agents, member.name) for member in self.team]
+        return [
+            (agent, {index for index, owner in enumerate(owners) if owner == agent.name})
+            for agent in self.team
+            if isinstance(agent, Agent)
+        ]
 
     def _update(self, agent: Agent, used: dict[TreeKey, tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
         """All updates that the agent's buffer allows; the means of their metrics."""
@@ -235,6 +255,10 @@ class Trainer:
         if best is not None:
             title = f"step {best['step']}, problem {best['problem']}"
             self.console.print(render_tree(best["nodes"], [a.name for a in self.team], title))
+
+
+def _tokens(written: Sequence[Node]) -> int:
+    return sum(len(completion.tokens) for _, _, completion in written)
 
 
 def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from mars2_jax.errors import PromptTooLong
 from mars2_jax.models.tokenizer import ChatTokenizer
-from mars2_jax.rollout.engine import Engine
+from mars2_jax.rollout.ports import Port
 from mars2_jax.rollout.types import Completion, Request, SamplingParams
 from mars2_jax.search.writer import Attempt, Draft
 from mars2_jax.tasks.extract import extract_program
@@ -71,7 +71,7 @@ class EngineWriter:
 
     Args:
       name: the agent's name.
-      engine: decodes; several writers may take turns on one engine, but not at the same time.
+      engine: decodes; its port to an engine, which may have others.
       tokenizer: the model's.
       prompter: makes the prompts.
       sampling: how every response is drawn.
@@ -80,9 +80,7 @@ class EngineWriter:
       seconds: wall time spent in `step` so far.
     """
 
-    def __init__(
-        self, name: str, engine: Engine, tokenizer: ChatTokenizer, prompter: Prompter, sampling: SamplingParams
-    ):
+    def __init__(self, name: str, engine: Port, tokenizer: ChatTokenizer, prompter: Prompter, sampling: SamplingParams):
         self.name = name
         self._engine, self._tokenizer, self._prompter, self._sampling = engine, tokenizer, prompter, sampling
         self._open: dict[int, Problem] = {}
@@ -111,7 +109,7 @@ class EngineWriter:
         self.seconds += time.perf_counter() - started
 
     def step(self) -> list[Draft]:
-        """See `Writer.step`: one chunk of decoding."""
+        """See `Writer.step`: one chunk of decoding, for all that have a port to the engine."""
         drafts = []
         started = time.perf_counter()
         completions = self._engine.step()

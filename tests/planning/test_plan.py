@@ -157,6 +157,23 @@ def test_four_agents_with_adapters_keep_one_base(tmp_path):
     assert [(p.kind, len(p.agents)) for p in programs] == [("prefill", 4), ("decode", 4), ("score", 4), ("update", 4)]
 
 
+def test_roles_on_one_set_of_weights_cost_nothing_more(tmp_path):
+    run = ConfigDict(tiny(tmp_path).to_dict())
+    run.mesh.update(data=1, fsdp=1, tensor=1)
+    shape, _ = model_shape(str(tmp_path))
+    mesh = make_mesh(run.mesh, jax.devices()[:1])
+
+    def planned():
+        programs, residents = team_programs(FrozenConfigDict(run), dict.fromkeys(run.agents, shape), mesh)
+        return [(p.kind, p.agents, p.size) for p in programs], residents
+
+    alone = planned()
+    run.agents.critic = agent_config()
+    run.agents.critic.share_weights_with = "author"
+    validate(run)
+    assert planned() == alone
+
+
 @needs_libtpu
 def test_a_team_that_does_not_fit(tmp_path):
     config = tiny(tmp_path, prompt_memory=2**26)

@@ -93,6 +93,8 @@ def test_a_file_holds_all_of_it(tmp_path):
     )
     some = next(iter(saved.attempts[0].values()))
     saved.attempts[0][99] = dataclasses.replace(some, slot=99, draft=Draft(4, "\ud800 \0 é", "x = '\ud800'", odd))
+    # And one of an agent that is served elsewhere.
+    saved.attempts[0][98] = dataclasses.replace(some, slot=98, draft=Draft(5, "y", "", None, counted=12))
     write_search(tmp_path / "deep" / "s.npz", saved)
     back = read_search(tmp_path / "deep" / "s.npz")
 

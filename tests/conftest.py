@@ -1,4 +1,4 @@
-"""Fixtures of the search's tests."""
+"""Fixtures that several folders of tests use."""
 
 from __future__ import annotations
 
