@@ -169,6 +169,7 @@ def main() -> None:
             | {
                 "grading": round(grading, 2),
                 "waited_for_grader": round(results["search"].seconds.grading, 2),
+                "grader_idle": round(results["search"].seconds.grader_idle, 2),
                 "over_larger_part": round(took["search"] / max(took["decoding"], grading), 2),
                 "faster_than_rounds": round(took["rounds"] / took["search"], 2),
             }

@@ -62,17 +62,20 @@ class Grader(Protocol):
 
 @dataclasses.dataclass
 class Seconds:
-    """Where the wall time of a search went, in seconds. The three do not overlap.
+    """Where the wall time of a search went, in seconds. The first three do not overlap.
 
     Attributes:
-      decoding: inside the writers' `step`.
-      grading: waiting for a verdict that was due and not there: the grader's share that decoding did not hide.
+      decoding: inside the writers' `dispatch` and `step`.
+      grading: waiting for a verdict that was due and not there: how long the writers waited for the grader.
       selecting: selection and backup, their dispatch and transfer included.
+      grader_idle: of `decoding`, while no program was without a verdict: how long the grader, at the least, waited for
+        the writers.
     """
 
     decoding: float = 0.0
     grading: float = 0.0
     selecting: float = 0.0
+    grader_idle: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -347,7 +350,10 @@ class _Search:
         try:
             yield
         finally:
-            setattr(self._seconds, what, getattr(self._seconds, what) + time.perf_counter() - started)
+            took = time.perf_counter() - started
+            setattr(self._seconds, what, getattr(self._seconds, what) + took)
+            if what == "decoding" and not self._awaited:
+                self._seconds.grader_idle += took
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnames=("order", "posterior", "strategy", "shape"))

@@ -126,6 +126,7 @@ def search_metrics(exploration: Exploration) -> dict[str, float]:
         "grading/infra_rate": 1 - len(judged) / len(grades),
         "time/search_seconds": exploration.seconds.decoding + exploration.seconds.selecting,
         "time/grade_seconds": exploration.seconds.grading,
+        "time/grader_idle_seconds": exploration.seconds.grader_idle,
     }
     known = [[a for a in t.values() if a.grade.verdict is not Verdict.INFRA] for t in exploration.attempts]
     if judged:

@@ -378,6 +378,25 @@ def test_progress_and_seconds():
     assert calls[-1] == (40, 40) and calls == sorted(calls)
     spent = result.seconds
     assert spent.grading > 0 and spent.selecting > 0 and spent.decoding + spent.grading + spent.selecting < wall
+    assert 0 < spent.grader_idle <= spent.decoding
+
+
+def test_the_grader_is_idle_while_nothing_was_written_and_no_longer():
+    """One tree, one writer that takes a while: its first step has nothing for the grader, and a tree is a chain."""
+
+    class Slow(ScriptedWriter):
+        def step(self):
+            time.sleep(0.02)
+            return super().step()
+
+    writer = Slow("w", [])
+    config = default_config().search
+    config.update(verdict_lag=3)
+    spent = explore([problem(0)], [writer], ScriptedGrader(), config, key=KEY).seconds
+    # Once a program is there, the writer has run dry, and the verdict is used before it steps again.
+    assert spent.grader_idle == spent.decoding > 0
+    busy = explore([problem(i) for i in range(5)], [Slow("w", [])], ScriptedGrader(), config, key=KEY).seconds
+    assert busy.grader_idle < 0.8 * busy.decoding
 
 
 @pytest.mark.parametrize(
