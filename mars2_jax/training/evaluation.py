@@ -146,6 +146,10 @@ def _check_made_by(config: FrozenConfigDict, checkpointer: Checkpointer, workdir
 def _load_checkpoint(team: Sequence[Member], checkpointer: Checkpointer) -> int:
     learners = [agent for agent in team if isinstance(agent, Agent) and agent.config.trainable]
     # The weights alone: optimizer states are twice their size, and nothing learns here.
+    if not learners:  # nothing of it is needed, and Orbax reads no empty tree
+        latest = checkpointer.latest()
+        assert latest is not None  # likewise
+        return latest[0]
     saved = checkpointer.restore({a.name: {"params": a.abstract_state().params} for a in learners}, partial=True)
     assert saved is not None  # `_check_made_by` saw it
     for agent in learners:
