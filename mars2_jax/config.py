@@ -499,7 +499,7 @@ def _check_search(config: ConfigDict) -> None:
     flat, blind = strategy in ("grpo", "flat_multi"), strategy in ("best_first", "round_robin")
     defaults = default_config().search
     unused = ["guidance", "guidance_decay"] if flat or blind else []
-    unused += ["max_depth", "max_children", "in_tree_parallelism"] if flat else []
+    unused += ["max_depth", "max_children", "in_tree_parallelism", "stop_when_solved"] if flat else []
     for key in unused:
         if search[key] != defaults[key]:
             raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pathlib
 from collections.abc import Sequence
 
@@ -90,7 +91,7 @@ def run_evaluation(config: FrozenConfigDict, workdir: str | None, console: Conso
     """
     console = console or Console()
     problems = eval_problems(config)
-    if workdir is not None and not pathlib.Path(workdir, "checkpoints").is_dir():
+    if workdir is not None and not os.path.isdir(os.path.join(workdir, "checkpoints")):
         raise DataError(f"no checkpoints in {workdir}: give the workdir of a training run, or none")
     with contextlib.ExitStack() as stack:
         # The grader first, as in training: Orbax wakes JAX.
