@@ -38,6 +38,13 @@ _OVERRIDE = re.compile(r"--?config\.([^=]*)(=.*)?", re.DOTALL)
 _FILE = re.compile(r"--?config=([^:]*)(:.*)?", re.DOTALL)
 
 
+class _FolderParser(flags.ArgumentParser):
+    """`--workdir=~/run` reaches us as it is written: shells expand ~ at the beginning of a word only."""
+
+    def parse(self, argument: str) -> str:
+        return os.path.expanduser(argument)
+
+
 def define_config() -> flags.FlagHolder[Any]:
     """Defines `--config=FILE[:VARIANT]`, whose values `--config.a.b=VALUE` overrides. To be read by `load`."""
     return config_flags.DEFINE_config_file(
@@ -49,8 +56,8 @@ def define_config() -> flags.FlagHolder[Any]:
 
 def define_workdir(required: bool = True) -> flags.FlagHolder[str | None]:
     """Defines `--workdir=DIR`, the run's directory."""
-    holder = flags.DEFINE_string(
-        "workdir", None, "Directory of the run: checkpoints, metrics, trees.", required=required
+    holder: flags.FlagHolder[str | None] = flags.DEFINE(
+        _FolderParser(), "workdir", None, "Directory of the run: checkpoints, metrics, trees.", required=required
     )
     flags.register_validator("workdir", lambda value: value is None or value.strip(), message="name a folder")
     return holder

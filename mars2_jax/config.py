@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -300,7 +300,7 @@ _RANGES: dict[str, tuple[str, float | None, float | None, str]] = {
     "rollout.max_prompt_tokens": ("[", 1, None, ")"),
     "rollout.max_new_tokens": ("[", 1, None, ")"),
     "rollout.temperature": ("[", 0, None, ")"),
-    "rollout.top_k": ("[", 0, None, ")"),
+    "rollout.top_k": ("[", 0, 2**31 - 1, "]"),
     "rollout.top_p": ("(", 0, 1, "]"),
     "rollout.min_p": ("[", 0, 1, ")"),
     "grading.workers": ("[", 0, None, ")"),
@@ -434,7 +434,7 @@ def _check_value(name: str, value: Any, default: Any) -> None:
         raise ConfigError(f"config.{name} must be {describe_type(default)}, is {value!r}")
     if wanted is tuple and not all(isinstance(item, str) and item for item in value):
         raise ConfigError(f"config.{name} must be a tuple of strings that are not empty, is {value!r}")
-    if wanted is float and not math.isfinite(value):
+    if wanted is float and not abs(value) <= sys.float_info.max:
         raise ConfigError(f"config.{name} must be finite, is {value}")
     pattern = re.sub(r"^agents\.[^.]+", "agents.*", name)
     choices = _CHOICES.get(pattern)
@@ -499,7 +499,7 @@ def _check_search(config: ConfigDict) -> None:
     flat, blind = strategy in ("grpo", "flat_multi"), strategy in ("best_first", "round_robin")
     defaults = default_config().search
     unused = ["guidance", "guidance_decay"] if flat or blind else []
-    unused += ["max_depth", "max_children", "in_tree_parallelism"] if flat else []
+    unused += ["max_depth", "max_children", "in_tree_parallelism", "stop_when_solved"] if flat else []
     for key in unused:
         if search[key] != defaults[key]:
             raise ConfigError(

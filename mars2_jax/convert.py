@@ -24,7 +24,7 @@ _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Number 
 
 
 def main() -> None:
-    of_run = {"--workdir": _WORKDIR.value, "--agent": _AGENT.value, "--step": _STEP.value}
+    of_run = {"--config": _CONFIG.value, "--workdir": _WORKDIR.value, "--agent": _AGENT.value, "--step": _STEP.value}
     given = [flag for flag, value in of_run.items() if value is not None]
     if _MODEL.value is not None and given:
         raise ConfigError(f"--model and {given[0]} do not go together: give a model, or a run with its --agent")

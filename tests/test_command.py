@@ -139,6 +139,11 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(files, arguments, message):
     assert (done.returncode, done.stdout) == (2, "")
 
 
+def test_the_home_folder_in_workdir(files):
+    done = call(files, "--config=config.py", "--workdir=~/run", workdir=False)
+    assert done.stdout.endswith(f" {Path.home() / 'run'}\n")
+
+
 def test_missing_workdir(files):
     done = call(files, "--config=config.py", workdir=False)
     assert done.stderr == "error: --workdir is missing; give --workdir=...\n"

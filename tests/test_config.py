@@ -180,6 +180,7 @@ def test_written_config_is_the_whole_of_it(tmp_path):
         (2, dict(strategy="rs2"), "'rs2', which has one agent, but config.agents has 2: use 'mars2'"),
         (2, dict(strategy="flat_multi", max_depth=2), "search.max_depth is 2, but strategy 'flat_multi' does not use"),
         (2, dict(strategy="flat_multi", in_tree_parallelism=2), "search.in_tree_parallelism is 2, but strategy"),
+        (1, dict(strategy="grpo", stop_when_solved=True), "search.stop_when_solved is True, but strategy 'grpo'"),
         (2, dict(strategy="round_robin", max_children=2, guidance=0.98), "search.guidance is 0.98, but strategy"),
         (2, dict(strategy="best_first"), "max_children is 0; strategy 'best_first' fills node after node: set it"),
         (2, dict(max_depth=2, max_children=2), "search.nodes is 8, but .* a tree holds 6"),

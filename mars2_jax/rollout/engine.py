@@ -170,7 +170,7 @@ class Engine:
         Raises:
           PromptTooLong: the prompt and the budget together pass the engine's capacity.
           ValueError: an id that is open, an empty prompt, a token that the vocabulary does not have, a response that
-            has used its budget up, or stop strings for an engine that cannot read text.
+            is whole or has used its budget up, or stop strings for an engine that cannot read text.
         """
         length, budget = len(request.prompt), request.sampling.max_new_tokens
         if request.id in self._open:
@@ -186,6 +186,8 @@ class Engine:
             raise ValueError(
                 f"request {request.id}: {budget} tokens of the response exist already: nothing is left to do"
             )
+        if request.so_far is not None and request.so_far.finish != "abort":
+            raise ValueError(f"request {request.id}: its response is whole already ({request.so_far.finish})")
         context = request.context
         if context.min() < 0 or context.max() >= self._config.vocab_size:
             raise ValueError(f"request {request.id}: token ids must lie in [0, {self._config.vocab_size})")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import zipfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -202,7 +201,9 @@ def read_search(path: str | os.PathLike[str]) -> SavedSearch:
             for node in document["open"]
         ]
         ungraded = [UngradedNode(**node | {"draft": draft(node["draft"])}) for node in document["ungraded"]]
-    except (OSError, EOFError, KeyError, ValueError, TypeError, IndexError, zipfile.BadZipFile) as error:
+    except DataError:
+        raise
+    except Exception as error:  # a damaged archive makes its readers raise all kinds
         raise DataError(f"{path} is not a saved search ({error}): give the file that was written, or none") from error
     return SavedSearch(origin, forest, attempts, opened, ungraded, arrays["ended"])
 

@@ -15,6 +15,7 @@ import importlib.metadata
 import importlib.resources
 import json
 import math
+import os
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
@@ -79,7 +80,7 @@ def _read(source: str) -> list[tuple[str, Problem]]:
         raise DataError(
             f"problem set {source!r} is not known: use 'starter', 'human_eval' or the path of a .jsonl file"
         )
-    path = pathlib.Path(source)
+    path = pathlib.Path(os.path.expanduser(source))
     try:
         with path.open(encoding="utf-8") as lines:
             return _problems(source, lines, path.stem, own_problem)

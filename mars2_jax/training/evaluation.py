@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pathlib
 from collections.abc import Sequence
 
@@ -90,7 +91,7 @@ def run_evaluation(config: FrozenConfigDict, workdir: str | None, console: Conso
     """
     console = console or Console()
     problems = eval_problems(config)
-    if workdir is not None and not pathlib.Path(workdir, "checkpoints").is_dir():
+    if workdir is not None and not os.path.isdir(os.path.join(workdir, "checkpoints")):
         raise DataError(f"no checkpoints in {workdir}: give the workdir of a training run, or none")
     with contextlib.ExitStack() as stack:
         # The grader first, as in training: Orbax wakes JAX.
@@ -146,6 +147,10 @@ def _check_made_by(config: FrozenConfigDict, checkpointer: Checkpointer, workdir
 def _load_checkpoint(team: Sequence[Member], checkpointer: Checkpointer) -> int:
     learners = [agent for agent in team if isinstance(agent, Agent) and agent.config.trainable]
     # The weights alone: optimizer states are twice their size, and nothing learns here.
+    if not learners:  # nothing of it is needed, and Orbax reads no empty tree
+        latest = checkpointer.latest()
+        assert latest is not None  # likewise
+        return latest[0]
     saved = checkpointer.restore({a.name: {"params": a.abstract_state().params} for a in learners}, partial=True)
     assert saved is not None  # `_check_made_by` saw it
     for agent in learners:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 
 import jax
@@ -34,7 +35,7 @@ def export_model(path: str, out: str, *, dtype: str = "float32", console: Consol
     Raises:
       ModelError: the model cannot be read, or the folder not be written.
     """
-    folder = pathlib.Path(out).expanduser()
+    folder = pathlib.Path(os.path.expanduser(out))
     check_destination(folder)
     with open_checkpoint(path) as checkpoint, jax.default_device(_host()):
         tokenizer = load_tokenizer(checkpoint, str(find(path)))
@@ -68,7 +69,7 @@ def export_agent(
       DataError: no such checkpoint, or none that is whole.
       ModelError: the agent's model is gone, or the folder cannot be written.
     """
-    folder = pathlib.Path(out).expanduser()
+    folder = pathlib.Path(os.path.expanduser(out))
     check_destination(folder)
     if agent not in config.agents:
         raise ConfigError(f"--agent={agent} is not an agent of this config; it has {', '.join(config.agents)}")
@@ -79,7 +80,7 @@ def export_agent(
     model = config.agents[agent].model
     if not config.agents[agent].trainable:
         raise ConfigError(f"agent {agent!r} never learns (trainable=False): export its model by --model={model.path}")
-    if not pathlib.Path(workdir, "checkpoints").is_dir():
+    if not os.path.isdir(os.path.join(workdir, "checkpoints")):
         raise DataError(f"no checkpoints in {workdir}: give the workdir of a training run")
     with open_checkpoint(model.path, model.sha256) as checkpoint:
         shape: ModelConfig = checkpoint.config

@@ -225,6 +225,31 @@ def test_a_key_that_is_not_set(monkeypatch):
         Endpoint("eve", settings("http://127.0.0.1:9/v1", api_key_env="A_KEY"))
 
 
+@pytest.mark.parametrize("key", ["sk-one\nsk-two", "sk-\u2026"])
+def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(monkeypatch, key):
+    monkeypatch.setenv("A_KEY", key)
+    with pytest.raises(ConfigError, match="eve.endpoint.api_key_env names A_KEY, which holds more than a key") as error:
+        Endpoint("eve", settings("http://127.0.0.1:9/v1", api_key_env="A_KEY"))
+    assert "sk-" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "url, variables",
+    [
+        ("http://999.1.1.1:9/v1", {}),
+        ("http://localhost\u200b:9/v1", {}),
+        ("http://localhost:9/v1\n", {}),
+        ("http://localhost:9/v1", dict(ALL_PROXY="foo://127.0.0.1:9")),
+        ("https://localhost:9/v1", dict(SSL_CERT_FILE="/nowhere.pem")),
+    ],
+)
+def test_no_client_for_an_address_or_in_an_environment_is_one_line(monkeypatch, url, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="'eve': no client can be made for .*: see config.agents.eve.endpoint.base"):
+        check_endpoint("eve", settings(url))
+
+
 def test_without_the_package(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(

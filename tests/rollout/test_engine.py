@@ -250,6 +250,13 @@ def test_aborted_requests_free_their_slots_and_go_on_where_they_stopped(decoder)
         assert completion.finish == whole[i].finish
 
 
+def test_a_response_that_came_back_whole_is_not_gone_on_with(decoder):
+    whole = run(engine(decoder), [request(i, max_new_tokens=12) for i in range(30)])
+    stopped = next(c for c in whole.values() if c.finish == "stop" and len(c.tokens) < 12)
+    with pytest.raises(ValueError, match="its response is whole already .stop"):
+        engine(decoder).submit(dataclasses.replace(request(stopped.id, max_new_tokens=12), so_far=stopped))
+
+
 def _drain(engine) -> list:
     done = []
     while engine.pending:

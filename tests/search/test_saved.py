@@ -137,7 +137,8 @@ def test_files_that_are_no_saved_search_and_disks_that_refuse(tmp_path):
         read_search(path)
     write_search(path, saved)
     whole = path.read_bytes()
-    for damaged in (b"", b"hello", whole[: len(whole) // 2]):
+    method = whole.index(b"PK\x01\x02") + 10
+    for damaged in (b"", b"hello", whole[: len(whole) // 2], whole[:method] + b"\7" + whole[method + 1 :]):
         path.write_bytes(damaged)
         with pytest.raises(DataError, match="not a saved search"):
             read_search(path)

@@ -252,7 +252,11 @@ def test_a_trained_team_is_tried_with_it(folder, tmp_path):
         config = team(folder, server.url)
         config.eval.search_nodes = 0
         scores = run_evaluation(FrozenConfigDict(config), str(tmp_path), Console(file=io.StringIO()))
-    assert scores["eval/problems/eve/pass@1"] == 1 and len(scores) == 2
+        assert scores["eval/problems/eve/pass@1"] == 1 and len(scores) == 2
+        # And without any of those that learned.
+        del config.agents["ann"]
+        scores = run_evaluation(FrozenConfigDict(config), str(tmp_path), Console(file=io.StringIO()))
+    assert scores == {"eval/problems/eve/pass@1": 1}
 
 
 def test_the_command_tells_a_failure_in_one_line(folder, tmp_path):

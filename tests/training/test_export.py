@@ -137,6 +137,7 @@ def test_the_command(run, tmp_path):
     [
         (["--out=x"], "nothing to convert: give --model=PATH, or --config, --workdir and --agent of a run"),
         (["--out=x", "--model=m", "--agent=a"], "--model and --agent do not go together"),
+        (["--out=x", "--model=m", "--config=configs/quickstart.py"], "--model and --config do not go together"),
         (["--model=m"], "--out is missing"),
         (["--out=x", "--workdir=w", "--agent=a"], "--config is missing"),
     ],
