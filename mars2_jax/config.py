@@ -299,7 +299,7 @@ _RANGES: dict[str, tuple[str, float | None, float | None, str]] = {
     "rollout.prompt_memory": ("[", 0, None, ")"),
     "rollout.max_prompt_tokens": ("[", 1, None, ")"),
     "rollout.max_new_tokens": ("[", 1, None, ")"),
-    "rollout.temperature": ("[", 0, None, ")"),
+    "rollout.temperature": ("[", 0, 1000, "]"),
     "rollout.top_k": ("[", 0, 2**31 - 1, "]"),
     "rollout.top_p": ("(", 0, 1, "]"),
     "rollout.min_p": ("[", 0, 1, ")"),
@@ -334,7 +334,7 @@ _RANGES: dict[str, tuple[str, float | None, float | None, str]] = {
     "agents.*.optimizer.warmup_updates": ("[", 0, None, ")"),
     "agents.*.optimizer.b1": ("[", 0, 1, ")"),
     "agents.*.optimizer.b2": ("[", 0, 1, ")"),
-    "agents.*.optimizer.eps": ("(", 0, None, ")"),
+    "agents.*.optimizer.eps": ("[", 1e-30, None, ")"),
     "agents.*.optimizer.weight_decay": ("[", 0, None, ")"),
     "agents.*.optimizer.max_grad_norm": ("(", 0, None, ")"),
 }
