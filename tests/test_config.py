@@ -101,7 +101,7 @@ def test_a_value_of_another_type_is_refused(name, value):
         ("rollout.temperature", float("inf"), "must be finite"),
         ("learning.lam", -0.1, "is -0.1; it must be at least 0 and at most 1"),
         ("agents.coder.optimizer.b2", 1.0, "at least 0 and below 1"),
-        ("agents.coder.optimizer.eps", 0.0, "above 0"),
+        ("agents.coder.optimizer.eps", 0.0, "at least 1e-30"),
         ("agents.coder.model.dtype", "bf16", "it may be auto, float32, bfloat16; did you mean bfloat16?"),
         ("agents.coder.model.attention", "flash", "it may be auto, xla, cudnn, splash; did you mean splash?"),
         ("learning.remat", "dot", "did you mean dots?"),
