@@ -5,4 +5,6 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 bash launch/env.sh
+# The tests install libtpu, which would search for a TPU here, at length and with many words.
+export JAX_PLATFORMS="${JAX_PLATFORMS:-cpu}"
 exec .venv/bin/python -m mars2_jax.train --config=configs/quickstart.py --workdir=runs/quickstart "$@"

@@ -177,8 +177,11 @@ def test_a_service_that_is_told_to_stop_takes_everything_along(own_grader, numbe
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_parent_that_dies_leaves_no_process(number, isolation):
     script = f"""
+        import signal
         from mars2_jax.grading.grader import Grader
         from tests.grading.test_lifecycle import ENDLESS, PROBLEM
+        # Ignored where the tests run in the background of a shell.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         with Grader({isolation!r}, workers=2) as grader:
             for _ in range(2):
                 grader.submit(ENDLESS, PROBLEM)
