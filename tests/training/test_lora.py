@@ -106,6 +106,7 @@ def restore(folder, team) -> dict:
         return checkpointer.restore({name: team[name].abstract_state() for name in LEARNERS}).state
 
 
+@pytest.mark.slow
 def test_a_team_of_four_adapters_on_one_base_costs_one_base(tmp_path):
     config = team_config(tmp_path, "llll")
     for agent in config.agents.values():
