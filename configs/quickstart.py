@@ -25,7 +25,7 @@ def get_config() -> ConfigDict:
         "coder": _agent("You write short, correct Python functions."),
         "tester": _agent("You think of edge cases and write Python functions that handle them."),
     }
-    config.data.problems_per_step = 2
+    config.data.problems_per_step = 3
     config.data.difficulty = "easy"
     config.search.nodes = 8
     config.rollout.slots = 4
@@ -34,10 +34,10 @@ def get_config() -> ConfigDict:
     # A small model goes on talking after its program: stop where the fenced block closes.
     config.rollout.stop = ("\n```\n\n",)
     config.rollout.max_new_tokens = 64
-    config.learning.train_batch_size = 4
+    config.learning.train_batch_size = 6
     config.learning.micro_batch_size = 2
     config.training.steps = 2
-    config.eval.limit = 4
+    config.eval.limit = 6
     config.eval.search_nodes = 4
     # Room for HumanEval, whose prompts and programs are longer.
     config.eval.max_prompt_tokens = 640
