@@ -20,7 +20,6 @@ import hashlib
 import json
 import statistics
 import time
-from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -55,7 +54,8 @@ PROMPT, SHORTEST, LONGEST = 96, 8, 512
 
 
 class TokenWriter:
-    """A `search.Writer` whose programs are token ids. With `drain`, a step goes on until nothing is left."""
+    """A `search.Writer`, never suspended, whose programs are token ids. With `drain`, a step goes on until nothing is
+    left."""
 
     def __init__(self, name: str, engine: Engine, *, drain: bool):
         self.name, self._engine, self._drain = name, engine, drain
@@ -78,9 +78,6 @@ class TokenWriter:
         while self._drain and self._engine.pending:
             done += self._engine.step()
         return [Draft(c.id, "", c.tokens.tobytes().hex(), c) for c in done]
-
-    def suspend(self) -> Mapping[int, Completion | None]:
-        raise NotImplementedError("this benchmark never suspends")
 
     @property
     def pending(self) -> int:

@@ -108,13 +108,13 @@ def _pack(x: Float[Array, "rows length kv_heads head_dim"], layout: Layout) -> A
     return x.reshape(*x.shape[:2], x.shape[2] // n, n * x.shape[3])
 
 
-def grow(cache: KeyValues, length: int) -> KeyValues:
-    """The same cache with room for `length` entries a slot."""
+def grow(layer: LayerCache, length: int) -> LayerCache:
+    """The same layer with room for `length` entries a slot."""
 
     def pad(x: Array, axis: int) -> Array:
         return jnp.pad(x, [(0, length - n if i == axis else 0) for i, n in enumerate(x.shape)])
 
-    return tuple(layer.map(pad) for layer in cache)
+    return layer.map(pad)
 
 
 def insert(cache: KeyValues, prompt: KeyValues, slot: Int[Array, ""]) -> KeyValues:

@@ -296,7 +296,10 @@ class Engine:
         if self._cache is None:
             self._cache = self._empty_cache(length)
         elif length > self._cache_length:
-            self._cache = programs.grow(self._cache, length)
+            layers, self._cache = list(self._cache), None
+            for index in range(len(layers)):
+                layers[index] = programs.grow(layers[index], length)
+            self._cache = tuple(layers)
         else:
             return
         self._cache_length = length

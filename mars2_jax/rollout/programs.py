@@ -101,9 +101,9 @@ def take_row(entries: kv.KeyValues, row: Int[Array, ""]) -> kv.KeyValues:
 
 
 @functools.partial(jax.jit, static_argnames="length")
-def grow(cache: kv.KeyValues, length: int) -> kv.KeyValues:
-    """See `models.cache.grow`."""
-    return kv.constrain_cache(kv.grow(cache, length))
+def grow(layer: kv.LayerCache, length: int) -> kv.LayerCache:
+    """See `models.cache.grow`. Of one layer: of all at once, the old cache would lie beside the whole new one."""
+    return kv.constrain_cache((kv.grow(layer, length),))[0]
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "chunk"), donate_argnames=("cache", "slots"))

@@ -131,7 +131,7 @@ def test_caches_grow_and_take_prompts_in_every_layout():
     @functools.partial(jax.jit, static_argnums=0)
     def grown(layout):
         cache = kv.insert(kv.empty(config, 3, 6, jnp.float32, layout), (kv.layer_cache(key, value, layout),), 1)
-        return kv.append(kv.grow(cache, 8)[0], *new, jnp.asarray([0, 5, 8]))
+        return kv.append(kv.grow(cache[0], 8), *new, jnp.asarray([0, 5, 8]))
 
     for layout in (Layout(), Layout(transposed=True), Layout(side_by_side=2)):
         layer = grown(layout)
