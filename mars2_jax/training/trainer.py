@@ -161,10 +161,10 @@ class Trainer:
             except Stopped:
                 stopped = True
         self.checkpointer.wait()
+        self._forget_pending()
         if stopped:
             self.console.print(f"stopped on request after step {self.step}: the same command goes on", highlight=False)
             return
-        self.pending.forget(lambda step: True)
         self._report()
 
     def _train(self, progress: Progress, metrics: MetricsWriter) -> None:
@@ -292,9 +292,8 @@ class Trainer:
             )
 
     def _save(self) -> None:
-        # What was pending before the newest checkpoint is in it by now: `save` waits until that is on disk.
         self.checkpointer.wait()
-        self.pending.forget(lambda step: self.saved is not None and step <= self.saved)
+        self._forget_pending()
         host = {
             f"{agent.name}/{name}": array for agent in self.learners for name, array in agent.buffer.to_arrays().items()
         }
@@ -302,6 +301,10 @@ class Trainer:
         state = {agent.name: agent.state for agent in self.learners}
         self.checkpointer.save(self.step, state, meta, host, score=self.values.get(self.config.training.best_metric))
         self.saved = self.step
+
+    def _forget_pending(self) -> None:
+        """Removes the searches that the newest checkpoint, which is on disk, holds the results of."""
+        self.pending.forget(lambda step: self.saved is not None and step <= self.saved)
 
     def _restore(self) -> int | None:
         """Takes up the newest whole checkpoint; returns its step, None where there is none yet."""
