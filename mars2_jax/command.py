@@ -32,7 +32,7 @@ from ml_collections import ConfigDict, FrozenConfigDict, config_flags
 from mars2_jax import config as config_lib
 from mars2_jax.errors import ConfigError, UserError
 
-__all__ = ["define_config", "define_workdir", "load", "run"]
+__all__ = ["define_config", "define_step", "define_workdir", "load", "run"]
 
 _OVERRIDE = re.compile(r"--?config\.([^=]*)(=.*)?", re.DOTALL)
 _FILE = re.compile(r"--?config=([^:]*)(:.*)?", re.DOTALL)
@@ -61,6 +61,25 @@ def define_workdir(required: bool = True) -> flags.FlagHolder[str | None]:
     )
     flags.register_validator("workdir", lambda value: value is None or value.strip(), message="name a folder")
     return holder
+
+
+class _StepParser(flags.ArgumentParser):
+    def parse(self, argument: str | int) -> str | int:
+        if argument == "best":
+            return "best"
+        if not str(argument).isascii() or not str(argument).isdigit() or int(argument) < 1:
+            raise ValueError("give the number of a training step, or best")
+        return int(argument)
+
+
+def define_step() -> flags.FlagHolder[Any]:
+    """Defines `--step=N`, or `--step=best`: which checkpoint of the run; None is the newest."""
+    return flags.DEFINE(
+        _StepParser(),
+        "step",
+        None,
+        "After which training step, or best: by the run's config.training.best_metric. The newest by default.",
+    )
 
 
 def load(flag: flags.FlagHolder[Any]) -> FrozenConfigDict:

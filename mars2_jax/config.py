@@ -233,10 +233,18 @@ def default_config() -> ConfigDict:
                 steps=2,
                 # Steps between checkpoints; the last step always has one.
                 checkpoint_every=1,
-                # Checkpoints kept.
+                # Newest checkpoints kept.
                 keep=2,
-                # Evaluate before the first and after the last step.
+                # Checkpoints kept for being the best so far, by a metric of their step (any in metrics.jsonl, the
+                # higher the better), such as "eval/starter/pass@n"; "" and 0 keep none.
+                best_metric="",
+                keep_best=0,
+                # Evaluate before the first and after the last step, and every so many steps in between (0: not).
                 evaluate=True,
+                evaluate_every=0,
+                # Keys, such as "agents.coder.optimizer" or "rollout.slots", in which a run that goes on may differ from
+                # its checkpoint.
+                may_change=(),
             ),
             eval=dict(
                 source="starter",
@@ -320,6 +328,8 @@ _RANGES: dict[str, tuple[str, float | None, float | None, str]] = {
     "training.steps": ("[", 1, None, ")"),
     "training.checkpoint_every": ("[", 1, None, ")"),
     "training.keep": ("[", 1, None, ")"),
+    "training.keep_best": ("[", 0, None, ")"),
+    "training.evaluate_every": ("[", 0, None, ")"),
     "eval.limit": ("[", 0, None, ")"),
     "eval.temperature": ("[", 0, None, ")"),
     "eval.max_prompt_tokens": ("[", 0, None, ")"),
@@ -471,6 +481,7 @@ def _check_combinations(config: ConfigDict) -> None:
             f"config.learning.overlong_buffer is {learning.overlong_buffer}; with overlong_factor above 0 it must be "
             f"between 1 and config.rollout.max_new_tokens, which is {config.rollout.max_new_tokens}"
         )
+    _check_training(config.training)
     if learning.tis == "off" and learning.tis_veto > 0:
         raise ConfigError(
             f"config.learning.tis_veto is {learning.tis_veto}, but config.learning.tis is 'off'; set tis to use it"
@@ -485,6 +496,25 @@ def _check_mesh(key: str, sizes: dict[str, int], otherwise: str = "") -> None:
             )
     if sum(size == -1 for size in sizes.values()) > 1:
         raise ConfigError(f"config.{key} has more than one -1: {sizes}; only one axis can take all devices left")
+
+
+def _check_training(training: ConfigDict) -> None:
+    best = training.best_metric
+    if bool(best) != bool(training.keep_best):
+        raise ConfigError(
+            f"config.training.best_metric is {best!r} and keep_best is {training.keep_best}: set both, or neither"
+        )
+    if training.evaluate_every and not training.evaluate:
+        raise ConfigError(
+            f"config.training.evaluate_every is {training.evaluate_every}, but evaluate is False: set it to True"
+        )
+    if best.startswith("eval/") and not training.evaluate_every:
+        raise ConfigError(
+            f"config.training.best_metric is {best!r}, but evaluate_every is 0: set it, or no checkpoint but the last "
+            "has a score"
+        )
+    for key in training.may_change:
+        check_key(key)
 
 
 def _check_search(config: ConfigDict) -> None:

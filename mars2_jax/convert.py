@@ -15,9 +15,7 @@ from mars2_jax.errors import ConfigError
 _CONFIG = command.define_config()
 _WORKDIR = command.define_workdir(required=False)
 _AGENT = flags.DEFINE_string("agent", None, "The agent of the run in --workdir whose weights are written.")
-_STEP = flags.DEFINE_integer(
-    "step", None, "After which training step; the newest checkpoint by default.", lower_bound=1
-)
+_STEP = command.define_step()
 _MODEL = flags.DEFINE_string("model", None, "In place of a run: a model path, as in config.agents.<name>.model.path.")
 _OUT = flags.DEFINE_string("out", None, "Folder to write, which must not hold anything.", required=True)
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Number type of the weights.")

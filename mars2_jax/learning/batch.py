@@ -161,7 +161,7 @@ def make_rows(
     for prompt, response in zip(prompts, responses):
         _check_row(prompt, response)
     length = bucket(max(len(p) + len(r) for p, r in zip(prompts, responses)), 32, longest)
-    width = min(bucket(max(len(r) for r in responses), 16), length)
+    width = min(bucket(max(len(r) for r in responses), 64), length)
     tokens: Any = np.zeros((rows, length), np.int32)
     prompt_length: Any = np.ones(rows, np.int32)
     for i, (prompt, response) in enumerate(zip(prompts, responses)):

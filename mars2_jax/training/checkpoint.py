@@ -20,6 +20,7 @@ import errno
 import hashlib
 import json
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -30,6 +31,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from orbax.checkpoint import checkpoint_managers as preservation
 
 from mars2_jax.errors import ConfigError, DataError, StorageError
 from mars2_jax.files import storage
@@ -64,17 +66,30 @@ class Checkpointer:
       workdir: the run's directory; checkpoints go to its folder `checkpoints`.
       keep: how many checkpoints are kept; older ones are deleted.
       every: steps between checkpoints, see `due`.
+      keep_best: how many are kept beside the newest for their score in `best_metric`, the higher the better.
+      best_metric: the metric that `keep_best` and `best` go by; "" scores none.
       read_only: neither writes nor cleans up; for commands that read a run which may still be training.
 
     Raises:
       StorageError: the folder cannot be written.
     """
 
-    def __init__(self, workdir: str | os.PathLike[str], *, keep: int = 2, every: int = 1, read_only: bool = False):
+    def __init__(
+        self,
+        workdir: str | os.PathLike[str],
+        *,
+        keep: int = 2,
+        every: int = 1,
+        keep_best: int = 0,
+        best_metric: str = "",
+        read_only: bool = False,
+    ):
         if keep < 1 or every < 1:
             raise ValueError(f"keep and every must be at least 1, are {keep} and {every}")
         self.directory = epath.Path(os.path.abspath(workdir)) / "checkpoints"
-        self.every = every
+        self.every, self.best_metric = every, best_metric
+        score = lambda metrics: metrics.get(best_metric, -math.inf)
+        ranked: dict[str, Any] = dict(best_fn=score) if best_metric else {}
         # The seal is registered last, because Orbax finishes items in this order.
         registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
         for name, handler, save, restore in (
@@ -87,14 +102,23 @@ class Checkpointer:
             registry.add(name, restore, handler)
         if read_only:
             # What Orbax would set by itself, with a warning for each.
-            options = ocp.CheckpointManagerOptions(read_only=True, create=False, save_interval_steps=0)
+            options = ocp.CheckpointManagerOptions(read_only=True, create=False, save_interval_steps=0, **ranked)
             logging.getLogger("absl").addFilter(_says_more_than_read_only)
         else:
             # Now, not after the first step: Orbax would wait minutes for a folder that it cannot make.
             with storage(self.directory):
                 self.directory.mkdir(parents=True, exist_ok=True)
                 tempfile.TemporaryFile(dir=self.directory).close()
-            options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, cleanup_tmp_directories=True)
+            policies: list[Any] = [preservation.LatestN(keep)]
+            if best_metric:
+                best = preservation.BestN(get_metric_fn=score, n=keep_best, keep_checkpoints_without_metrics=False)
+                policies.append(best)
+            options = ocp.CheckpointManagerOptions(
+                create=True,
+                cleanup_tmp_directories=True,
+                preservation_policy=preservation.AnyPreservationPolicy(policies),
+                **ranked,
+            )
         self._manager = ocp.CheckpointManager(self.directory, options=options, handler_registry=registry)
         self._verified: set[int] = set()
 
@@ -103,7 +127,13 @@ class Checkpointer:
         return step % self.every == 0
 
     def save(
-        self, step: int, state: Any, meta: Mapping[str, Any], host: Mapping[str, np.ndarray] | None = None
+        self,
+        step: int,
+        state: Any,
+        meta: Mapping[str, Any],
+        host: Mapping[str, np.ndarray] | None = None,
+        *,
+        score: float | None = None,
     ) -> None:
         """Saves a checkpoint. Returns when the arrays are copied to host memory and may be donated; writing goes on.
 
@@ -112,6 +142,7 @@ class Checkpointer:
           state: pytree of JAX or NumPy arrays.
           meta: what a JSON round trip leaves as it is (string keys, lists, no tuples, no NaN).
           host: name -> NumPy array of numbers, booleans or strings, of any shape.
+          score: the checkpoint's `best_metric`; None where it was not measured, or is no finite number.
 
         Raises:
           ValueError: for meta or host data that cannot be stored exactly, or a step that was saved before.
@@ -137,16 +168,18 @@ class Checkpointer:
             meta=ocp.args.JsonSave(dict(meta)),
             seal=_SealSave(),
         )
+        measured = {} if score is None or not math.isfinite(score) else {self.best_metric: float(score)}
         with self._saving():
-            self._manager.save(step, args=items, force=True)
+            self._manager.save(step, args=items, metrics=measured if self.best_metric else None, force=True)
 
-    def latest(self) -> tuple[int, dict[str, Any]] | None:
-        """Step and meta of the newest checkpoint that is whole, without its arrays; None where there is none yet.
+    def latest(self, step: int | None = None) -> tuple[int, dict[str, Any]] | None:
+        """Step and meta of the newest checkpoint that is whole, or of that of `step`, without its arrays; None where
+        there is none yet.
 
         Raises:
-          DataError: there are checkpoints, but none is whole.
+          DataError: there are checkpoints, but none is whole, or not the one that was asked for.
         """
-        step = self._whole()
+        step = self._whole(step)
         if step is None:
             return None
         return step, self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
@@ -169,6 +202,23 @@ class Checkpointer:
         """
         step = self._whole(step)
         return None if step is None else self._restore(step, target, partial)
+
+    def best(self) -> int:
+        """The step whose checkpoint has the highest `best_metric`, the latest of equals.
+
+        Raises:
+          DataError: no checkpoint has a score, or no metric was named.
+        """
+        self.wait()
+        self._manager.reload()
+        scores = {step: (self._manager.metrics(step) or {}).get(self.best_metric) for step in self._steps()}
+        measured = {step: score for step, score in scores.items() if score is not None}
+        if not measured:
+            raise DataError(
+                f"no checkpoint in {self.directory} has a score in config.training.best_metric={self.best_metric!r}: "
+                "name a step, or the metric that the run went by"
+            )
+        return max(measured, key=lambda step: (measured[step], step))
 
     def _whole(self, step: int | None = None) -> int | None:
         """The step, or the newest, whose checkpoint is whole; None where the run has none yet."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import jax
 from ml_collections import FrozenConfigDict
@@ -34,11 +35,20 @@ def searchable(config: FrozenConfigDict, problems: Sequence[Problem]) -> bool:
 
 
 def evaluate(
-    config: FrozenConfigDict, team: Sequence[Member], problems: Sequence[Problem], grader: Grader, progress: Progress
+    config: FrozenConfigDict,
+    team: Sequence[Member],
+    problems: Sequence[Problem],
+    grader: Grader,
+    progress: Progress,
+    *,
+    check: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """Scores of every agent and of the team.
 
     The key is the same whenever it is called, so that before and after differ by the weights alone.
+
+    Args:
+      check: called whenever some nodes are done; what it raises ends the evaluation and is passed on.
 
     Returns:
       `eval/<set>/<agent>/pass@1` of each agent, and `eval/<set>/pass@1_mcts` and `eval/<set>/pass@n` of the team's
@@ -47,11 +57,21 @@ def evaluate(
     key = evaluation_key(config.seed)
     prefix = f"eval/{_name(config.eval.source)}"
     scores: dict[str, float] = {}
+
+    def counter(name: str, total: int) -> Callable[[int, int], None]:
+        advance = progress.counter(name, total)
+
+        def count(done: int, total: int) -> None:
+            check()
+            advance(done, total)
+
+        return count
+
     reset_engines(team)
     names = [f"{prefix}/{member.name}/pass@1" for member in team]
     # Those that are served elsewhere first: a model or an address that is wrong shows at their first request.
     for index, agent in sorted(enumerate(team), key=lambda member: not isinstance(member[1], EndpointAgent)):
-        advance = progress.counter(f"evaluate {agent.name}", len(problems))
+        advance = counter(f"evaluate {agent.name}", len(problems))
         writer = agent.writer(evaluation_sampling(config), single=True)
         result = evaluate_agent(
             problems, writer, grader, config.search, key=jax.random.fold_in(key, index), progress=advance
@@ -60,7 +80,7 @@ def evaluate(
     scores = {name: scores[name] for name in names}
     if searchable(config, problems):
         nodes = config.eval.search_nodes
-        advance = progress.counter("evaluate the team's search", len(problems) * nodes)
+        advance = counter("evaluate the team's search", len(problems) * nodes)
         writers = [agent.writer(training_sampling(config)) for agent in team]
         result = evaluate_team(
             problems,
@@ -79,17 +99,26 @@ def _name(source: str) -> str:
     return pathlib.Path(source).stem
 
 
-def run_evaluation(config: FrozenConfigDict, workdir: str | None, console: Console | None = None) -> dict[str, float]:
+def run_evaluation(
+    config: FrozenConfigDict,
+    workdir: str | None,
+    console: Console | None = None,
+    *,
+    step: int | Literal["best"] | None = None,
+) -> dict[str, float]:
     """Evaluates the checkpoint of a run, or the models as they come, and prints the scores.
 
     Args:
       config: the config; of a run's, only the sections `eval` and those that do not touch training may differ.
-      workdir: the run whose newest checkpoint is evaluated; None evaluates the models that the config names.
+      workdir: the run whose checkpoint is evaluated; None evaluates the models that the config names.
+      step: the checkpoint of this step, or the "best" by `config.training.best_metric`; None is the newest.
 
     Raises:
       UserError: something that the user can put right; raised before any work starts.
     """
     console = console or Console()
+    if step is not None and workdir is None:
+        raise ConfigError(f"--step={step} needs the run's --workdir")
     problems = eval_problems(config)
     if workdir is not None and not os.path.isdir(os.path.join(workdir, "checkpoints")):
         raise DataError(f"no checkpoints in {workdir}: give the workdir of a training run, or none")
@@ -98,8 +127,10 @@ def run_evaluation(config: FrozenConfigDict, workdir: str | None, console: Conso
         grader = stack.enter_context(start_grader(config))
         checkpointer = None
         if workdir is not None:
-            checkpointer = stack.enter_context(Checkpointer(workdir, read_only=True))
-            _check_made_by(config, checkpointer, workdir)
+            best_metric = config.training.best_metric
+            checkpointer = stack.enter_context(Checkpointer(workdir, best_metric=best_metric, read_only=True))
+            step = checkpointer.best() if step == "best" else step
+            _check_made_by(config, checkpointer, workdir, step)
         searched = problems if searchable(config, problems) else []
         setup = Setup.check(config, searched=searched, answered=problems, learn=False)
         if setup.files:
@@ -109,7 +140,7 @@ def run_evaluation(config: FrozenConfigDict, workdir: str | None, console: Conso
         for member in team:
             if isinstance(member, EndpointAgent):
                 stack.enter_context(member)
-        step = _load_checkpoint(team, checkpointer) if checkpointer is not None else 0
+        made = _load_checkpoint(team, checkpointer, step) if checkpointer is not None else 0
         with Progress(1, console=console) as progress:
             scores = evaluate(config, team, problems, grader, progress)
     for member in team:
@@ -117,7 +148,7 @@ def run_evaluation(config: FrozenConfigDict, workdir: str | None, console: Conso
             console.print(f"{member.name}: {member.endpoint.usage()}", highlight=False)
     if config.eval.search_nodes and not searchable(config, problems):
         console.print("no Pass@1(MCTS): these problems have no public tests to guide a search", highlight=False)
-    console.print(f"{config.eval.source}, {len(problems)} problems, after {step} training steps", highlight=False)
+    console.print(f"{config.eval.source}, {len(problems)} problems, after {made} training steps", highlight=False)
     table = Table("")
     table.add_column("score", justify="right")
     for name, value in scores.items():
@@ -126,10 +157,10 @@ def run_evaluation(config: FrozenConfigDict, workdir: str | None, console: Conso
     return scores
 
 
-def _check_made_by(config: FrozenConfigDict, checkpointer: Checkpointer, workdir: str) -> None:
-    """Sees that the run's newest checkpoint holds the agents that the config names. Those that are served elsewhere
-    need not have been there: a trained team may be tried with them."""
-    latest = checkpointer.latest()
+def _check_made_by(config: FrozenConfigDict, checkpointer: Checkpointer, workdir: str, step: int | None) -> None:
+    """Sees that the run's checkpoint of a step, or the newest, holds the agents that the config names. Those that are
+    served elsewhere need not have been there: a trained team may be tried with them."""
+    latest = checkpointer.latest(step)
     if latest is None:
         raise DataError(f"no checkpoint in {workdir} yet: wait for the first training step to end")
     _, meta = latest
@@ -144,14 +175,15 @@ def _check_made_by(config: FrozenConfigDict, checkpointer: Checkpointer, workdir
                 )
 
 
-def _load_checkpoint(team: Sequence[Member], checkpointer: Checkpointer) -> int:
+def _load_checkpoint(team: Sequence[Member], checkpointer: Checkpointer, step: int | None) -> int:
     learners = [agent for agent in team if isinstance(agent, Agent) and agent.config.trainable]
     # The weights alone: optimizer states are twice their size, and nothing learns here.
     if not learners:  # nothing of it is needed, and Orbax reads no empty tree
-        latest = checkpointer.latest()
+        latest = checkpointer.latest(step)
         assert latest is not None  # likewise
         return latest[0]
-    saved = checkpointer.restore({a.name: {"params": a.abstract_state().params} for a in learners}, partial=True)
+    target = {a.name: {"params": a.abstract_state().params} for a in learners}
+    saved = checkpointer.restore(target, step=step, partial=True)
     assert saved is not None  # `_check_made_by` saw it
     for agent in learners:
         agent.set_params(saved.state[agent.name]["params"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+from typing import Literal
 
 import jax
 from flax import nnx
@@ -50,7 +51,7 @@ def export_agent(
     agent: str,
     out: str,
     *,
-    step: int | None = None,
+    step: int | Literal["best"] | None = None,
     dtype: str = "float32",
     console: Console | None = None,
 ) -> None:
@@ -61,7 +62,8 @@ def export_agent(
       workdir: the run's folder.
       agent: the agent's name.
       out: a folder that is not there, or empty.
-      step: the training step after which it was saved; None is the newest whole checkpoint.
+      step: the training step after which it was saved; "best" by `config.training.best_metric`; None is the newest
+        whole checkpoint.
       dtype: "float32" or "bfloat16".
 
     Raises:
@@ -90,7 +92,8 @@ def export_agent(
     lora = Lora.from_config(model.lora)
     abstract = nnx.state(abstract_decoder(shape, lora=lora), learned(lora))
     target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), abstract)
-    with Checkpointer(workdir, read_only=True) as checkpointer:
+    with Checkpointer(workdir, best_metric=config.training.best_metric, read_only=True) as checkpointer:
+        step = checkpointer.best() if step == "best" else step
         saved = checkpointer.restore({agent: {"params": target}}, step=step, partial=True)
     if saved is None:
         raise DataError(f"no checkpoint in {workdir} yet: wait for the first training step to end")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pathlib
 import time
 from collections import defaultdict
@@ -17,7 +18,7 @@ from mars2_jax.config import as_json, write_config
 from mars2_jax.errors import ConfigError
 from mars2_jax.rollout.programs import compilations
 from mars2_jax.roster import weight_owner
-from mars2_jax.search.explore import explore
+from mars2_jax.search.explore import Suspended, explore
 from mars2_jax.tasks.order import problems_for_step
 from mars2_jax.tasks.problem import Problem
 from mars2_jax.training.agent import Agent, reset_engines
@@ -26,6 +27,8 @@ from mars2_jax.training.checkpoint import Checkpointer
 from mars2_jax.training.evaluation import evaluate, searchable
 from mars2_jax.training.keys import step_key
 from mars2_jax.training.metrics import MetricsWriter
+from mars2_jax.training.pending import PendingSearch
+from mars2_jax.training.provenance import code_version
 from mars2_jax.training.records import (
     Node,
     check_graded,
@@ -45,17 +48,22 @@ from mars2_jax.training.setup import (
     train_problems,
     training_sampling,
 )
+from mars2_jax.training.stopping import Stopped, StopRequest, stop_on_sigterm
 from mars2_jax.training.trees import read_trees, trees_path, write_trees
 from mars2_jax.viewer.terminal import Progress, render_summary, render_tree
 
 __all__ = ["Trainer", "check_resumable", "train"]
 
 _MAY_CHANGE = ("training", "eval", "grading.isolation", "grading.workers")
-"""Config keys that a resumed run may change: they do not touch what is learned (`training.steps` only how long)."""
+"""Config keys that a resumed run may change: they do not touch what is learned (`training.steps` only how long).
+`training.may_change` of the resuming config adds others."""
 
 
 def train(config: FrozenConfigDict, workdir: str, console: Console | None = None) -> None:
     """Trains a team from its config, or goes on where a run in `workdir` stopped.
+
+    SIGTERM ends it early and in good order: a search under way is suspended and goes on in the next run, an evaluation
+    is given up, an update phase is finished; then the state is saved, and the function returns.
 
     Raises:
       UserError: something that the user can put right; raised before any work starts.
@@ -65,24 +73,39 @@ def train(config: FrozenConfigDict, workdir: str, console: Console | None = None
     problems = train_problems(config)
     judges = eval_problems(config) if config.training.evaluate else []
     searched = [*problems, *(judges if searchable(config, judges) else [])]
-    keep, every = config.training.keep, config.training.checkpoint_every
+    training = config.training
     # The grader first: its processes must not be started from one in which JAX's threads run, and Orbax wakes them.
     with (
+        stop_on_sigterm() as stop,
         claim(workdir) as folder,
         start_grader(config) as grader,
-        Checkpointer(folder, keep=keep, every=every) as checkpointer,
+        Checkpointer(
+            folder,
+            keep=training.keep,
+            every=training.checkpoint_every,
+            keep_best=training.keep_best,
+            best_metric=training.best_metric,
+        ) as checkpointer,
     ):
+        pending = PendingSearch(folder)
         if (latest := checkpointer.latest()) is not None:
             step, meta = latest
-            check_resumable(meta["config"], as_json(config))
+            changes = check_resumable(meta["config"], as_json(config), training.may_change)
+            for line in changes:
+                console.print(line, highlight=False, soft_wrap=True)
+            _check_code(meta.get("code", {}))
             if step > config.training.steps:
                 raise ConfigError(
                     f"config.training.steps is {config.training.steps}, but the run in {workdir} has made {step}: "
                     "raise it, or choose another --workdir"
                 )
+            # A suspended search goes on as it began, and only where the newest checkpoint is the one it began from.
+            pending.forget(lambda other: bool(changes) or other != step + 1)
+        else:
+            pending.forget(lambda _: True)
         setup = Setup.check(config, searched=searched, answered=judges)
         with jax.set_mesh(setup.mesh):
-            Trainer(setup, problems, judges, grader, checkpointer, folder, console).run()
+            Trainer(setup, problems, judges, grader, checkpointer, pending, folder, console, stop).run()
 
 
 class Trainer:
@@ -100,47 +123,73 @@ class Trainer:
         judges: Sequence[Problem],
         grader: Any,
         checkpointer: Checkpointer,
+        pending: PendingSearch,
         workdir: pathlib.Path,
         console: Console,
+        stop: StopRequest,
     ):
         self.config, self.mesh = setup.config, setup.mesh
         self.problems, self.judges, self.grader = problems, judges, grader
-        self.checkpointer, self.workdir, self.console = checkpointer, workdir, console
+        self.checkpointer, self.pending, self.workdir = checkpointer, pending, workdir
+        self.console, self.stop = console, stop
         self.evaluations: dict[str, dict[str, float]] = {}
+        # Metrics of the step just finished, its evaluation included.
+        self.values: dict[str, Any] = {}
         console.print(f"loading {', '.join(setup.files)}", highlight=False)
         self.team = setup.team()
         self.learners = [agent for agent in self.team if isinstance(agent, Agent) and agent.state is not None]
-        self.step = self._restore()
+        # The step of the newest checkpoint, None where there is none, and the last step that was made.
+        self.saved = self._restore()
+        self.step = self.saved or 0
 
     def run(self) -> None:
-        """Trains to the last step, evaluating before and after, and prints what came of it."""
+        """Trains to the last step, evaluating before and after, and prints what came of it; ends early on request."""
         steps = self.config.training.steps
         if self.step < steps:
             # A finished run is only shown again: that takes no room.
             check_space(self.workdir, sum(x.nbytes for x in jax.tree.leaves([a.state for a in self.learners])))
         write_config(self.config, self.workdir)
-        resumed = self.step or None
-        if resumed:
+        if self.saved is not None:
             self.console.print(f"resuming after step {self.step}", highlight=False)
         with (
-            MetricsWriter(self.workdir, resumed) as metrics,
+            MetricsWriter(self.workdir, self.saved) as metrics,
             Progress(steps, done=self.step, console=self.console) as progress,
         ):
-            if self.judges and not self.step:
-                self._evaluate("before", progress, metrics)
-            while self.step < steps:
-                summary = self._train_step(progress, metrics)
-                last = self.step == steps
-                if last and self.judges:
-                    self._evaluate("after", progress, metrics)
-                if last or self.checkpointer.due(self.step):
-                    self._save()
-                progress.finish_step(summary)
-            if self.judges and "after" not in self.evaluations:
-                # A finished run, evaluated in another way than before: shown and written, the checkpoint stays.
-                self._evaluate("after", progress, metrics)
+            try:
+                self._train(progress, metrics)
+                stopped = False
+            except Stopped:
+                stopped = True
         self.checkpointer.wait()
+        self._forget_pending()
+        if stopped:
+            self.console.print(f"stopped on request after step {self.step}: the same command goes on", highlight=False)
+            return
         self._report()
+
+    def _train(self, progress: Progress, metrics: MetricsWriter) -> None:
+        """The steps that are left, and the evaluations around them. Raises `Stopped` on request, all being saved."""
+        steps, every = self.config.training.steps, self.config.training.evaluate_every
+        if self.judges and not self.step and "before" not in self.evaluations:
+            self._evaluate("before", progress, metrics)
+        while self.step < steps:
+            summary = self._train_step(progress, metrics)
+            last = self.step == steps
+            try:
+                if self.judges and (last or (every and self.step % every == 0)):
+                    self._evaluate("after" if last else "", progress, metrics)
+            except Stopped:
+                self._save()
+                raise
+            if last or self.stop.requested or self.checkpointer.due(self.step):
+                self._save()
+            self._check_best_metric()
+            progress.finish_step(summary)
+            if not last:
+                self.stop.check()
+        if self.judges and "after" not in self.evaluations:
+            # A run that was stopped there, or is evaluated in another way than before: the checkpoint stays.
+            self._evaluate("after", progress, metrics)
 
     def _train_step(self, progress: Progress, metrics: MetricsWriter) -> str:
         config, step = self.config, self.step + 1
@@ -150,16 +199,24 @@ class Trainer:
         ]
         reset_engines(self.team)
         writers = [agent.writer(training_sampling(config)) for agent in self.team]
-        exploration = explore(
-            chosen,
-            writers,
-            self.grader,
-            config.search,
-            key=step_key(config.seed, step),
-            reward=config.grading.reward,
-            reward_tests=config.grading.reward_tests,
-            progress=progress.counter("search", len(chosen) * config.search.nodes),
-        )
+        try:
+            exploration = explore(
+                chosen,
+                writers,
+                self.grader,
+                config.search,
+                key=step_key(config.seed, step),
+                reward=config.grading.reward,
+                reward_tests=config.grading.reward_tests,
+                progress=progress.counter("search", len(chosen) * config.search.nodes),
+                saved=self.pending.of(step),
+                suspend=lambda: self.stop.requested,
+            )
+        except Suspended as suspended:
+            if self.saved != self.step:
+                self._save()
+            self.pending.keep(step, suspended.saved)
+            raise Stopped from None
         check_graded(exploration)
         # A save that failed is told before more work is put on top of it.
         self.checkpointer.check()
@@ -188,7 +245,7 @@ class Trainer:
         values["rollout/compilations"] = compilations()
         write_trees(self.workdir, step, tree_rows(exploration, [a.name for a in self.team], step, used))
         metrics.write(step, values)
-        self.step = step
+        self.step, self.values = step, values
         reward, solved = values.get("search/reward_mean", 0.0), values.get("search/solve_rate", 0.0)
         return f"reward {reward:.2f}, solved {solved:.0%} of trees"
 
@@ -216,20 +273,44 @@ class Trainer:
         return {name: float(np.mean(v)) for name, v in collected.items()}
 
     def _evaluate(self, when: str, progress: Progress, metrics: MetricsWriter) -> None:
-        self.evaluations[when] = evaluate(self.config, self.team, self.judges, self.grader, progress)
-        metrics.write(self.step, self.evaluations[when])
+        """Scores the team now; `when` is "before" or "after" for what is shown at the end."""
+        scores = evaluate(self.config, self.team, self.judges, self.grader, progress, check=self.stop.check)
+        if when:
+            self.evaluations[when] = scores
+        metrics.write(self.step, scores)
+        best = self.config.training.best_metric
+        if best.startswith("eval/") and best not in scores:
+            raise ConfigError(f"config.training.best_metric is {best!r}, which evaluations lack: {', '.join(scores)}")
+        self.values = self.values | scores
+
+    def _check_best_metric(self) -> None:
+        best = self.config.training.best_metric
+        if best and not best.startswith("eval/") and best not in self.values:
+            raise ConfigError(
+                f"config.training.best_metric is {best!r}, which step {self.step} did not measure: take one of "
+                f"{', '.join(sorted(self.values))}"
+            )
 
     def _save(self) -> None:
+        self.checkpointer.wait()
+        self._forget_pending()
         host = {
             f"{agent.name}/{name}": array for agent in self.learners for name, array in agent.buffer.to_arrays().items()
         }
-        meta = {"config": as_json(self.config), "evaluations": self.evaluations}
-        self.checkpointer.save(self.step, {agent.name: agent.state for agent in self.learners}, meta, host)
+        meta = {"config": as_json(self.config), "evaluations": self.evaluations, "code": code_version()}
+        state = {agent.name: agent.state for agent in self.learners}
+        self.checkpointer.save(self.step, state, meta, host, score=self.values.get(self.config.training.best_metric))
+        self.saved = self.step
 
-    def _restore(self) -> int:
+    def _forget_pending(self) -> None:
+        """Removes the searches that the newest checkpoint, which is on disk, holds the results of."""
+        self.pending.forget(lambda step: self.saved is not None and step <= self.saved)
+
+    def _restore(self) -> int | None:
+        """Takes up the newest whole checkpoint; returns its step, None where there is none yet."""
         saved = self.checkpointer.restore({agent.name: agent.abstract_state() for agent in self.learners})
         if saved is None:
-            return 0
+            return None
         for agent in self.learners:
             agent.set_state(saved.state[agent.name])
             prefix = f"{agent.name}/"
@@ -261,21 +342,42 @@ def _tokens(written: Sequence[Node]) -> int:
     return sum(len(completion.tokens) for _, _, completion in written)
 
 
-def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], may_change: Sequence[str] = ()) -> list[str]:
     """Refuses to go on with a run under a config that would have made another one.
+
+    Args:
+      saved: the config of the checkpoint.
+      now: that of the resuming run.
+      may_change: keys, or groups of them, that may differ beside those that always may.
+
+    Returns:
+      A line for each key that differs by `may_change`.
 
     Raises:
       ConfigError: names the first key that differs and may not.
     """
+    within = lambda key, allowed: any(key == group or key.startswith(f"{group}.") for group in allowed)
+    lines = []
     for key in sorted(_flat(saved).keys() | _flat(now).keys()):
-        if any(key == allowed or key.startswith(f"{allowed}.") for allowed in _MAY_CHANGE):
-            continue
         old, new = _flat(saved).get(key), _flat(now).get(key)
-        if old != new:
+        if old == new or within(key, _MAY_CHANGE):
+            continue
+        if not within(key, may_change):
             raise ConfigError(
-                f"config.{key} is {new!r}, but the run in this workdir was started with {old!r}: "
-                "put it back, or choose another --workdir"
+                f"config.{key} is {new!r}, but the run in this workdir was started with {old!r}: put it back, allow "
+                f"the change with config.training.may_change=('{key}',), or choose another --workdir"
             )
+        lines.append(f"config.{key} was {old!r} and is {new!r} from here on")
+    return lines
+
+
+def _check_code(saved: Mapping[str, str]) -> None:
+    now = code_version()
+    if changed := [f"{name} {saved.get(name, '')!r} -> {now[name]!r}" for name in now if saved.get(name) != now[name]]:
+        logging.getLogger(__name__).warning(
+            "the checkpoint was written by other code (%s): what follows may differ from an uninterrupted run",
+            ", ".join(changed),
+        )
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -2,6 +2,7 @@ import io
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from rich.console import Console
 
 from mars2_jax.config import validate
 from mars2_jax.errors import ConfigError, DataError, GraderError, ModelError, PromptTooLong
+from mars2_jax.grading.grader import Grader
 from mars2_jax.grading.verdict import Grade, TestResult, Verdict
 from mars2_jax.models.files import open_checkpoint
 from mars2_jax.models.weights import load
@@ -183,6 +185,107 @@ def test_killed_and_resumed_gives_the_same_bits(finished, tmp_path):
     assert trees_path(workdir, 2).read_text() == trees_path(tmp_path / "run", 2).read_text()
 
 
+def test_sigterm_saves_and_the_same_command_goes_on(finished, tmp_path, monkeypatch):
+    """Stopped again and again, in evaluations and in searches of every step; what was written is not written again."""
+    config, workdir, _ = finished
+    submit, count = Grader.submit, 0
+
+    def submit_and_stop(self, program, problem, **how):
+        nonlocal count
+        count += 1
+        if count == stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return submit(self, program, problem, **how)
+
+    monkeypatch.setattr(Grader, "submit", submit_and_stop)
+    before = signal.getsignal(signal.SIGTERM)
+    graded = []
+    # The evaluation before takes 2 x 5 answers and 5 trees of 4 nodes, a step 3 trees of 8 nodes.
+    for stop_at in (4, 45, 8, 24, 7, 10**9):
+        count = 0
+        printed = run(config, tmp_path)
+        graded.append(count)
+        assert ("stopped on request" in printed) == (stop_at < 10**9), (stop_at, printed)
+        assert signal.getsignal(signal.SIGTERM) is before
+        assert len(list(tmp_path.glob("pending_search_*"))) <= 1
+    assert not list(tmp_path.glob("pending_search_*"))
+    # Programs that the grader had not answered yet are graded twice, 7 at most; the evaluation given up, too.
+    assert sum(graded) <= 4 + 30 + 24 + 24 + 7 + 30 + 5 * 7
+    for step in (1, 2):
+        assert trees_path(workdir, step).read_text() == trees_path(tmp_path, step).read_text()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 2]
+    # Half a response is read again in one go, which rounds otherwise than token by token.
+    straight, stopped = final_state(workdir), final_state(tmp_path)
+    assert straight.keys() == stopped.keys()
+    for name in straight:
+        np.testing.assert_allclose(stopped[name], straight[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_a_damaged_pending_search_is_passed_over(finished, tmp_path, caplog):
+    config, workdir, _ = finished
+    shutil.copytree(workdir, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "2")
+    (tmp_path / "run" / "pending_search_000002.npz").write_bytes(b"damaged")
+    (tmp_path / "run" / "pending_search_000009.npz").write_bytes(b"of another run")
+    run(config, tmp_path / "run")
+    assert "searching step 2 anew" in caplog.text
+    assert not list((tmp_path / "run").glob("pending_search_*"))
+    assert_same_bits(final_state(workdir), final_state(tmp_path / "run"))
+
+
+def test_the_best_checkpoint_is_kept_and_found(folder, tmp_path):
+    config = tiny_config(folder)
+    name = f"eval/{pathlib.Path(config.eval.source).stem}/pass@n"
+    config.training.update(steps=3, keep=1, keep_best=1, best_metric=name, evaluate_every=1)
+    run(config, tmp_path)
+    scores = {row["step"]: row[name] for row in read_metrics(tmp_path / "metrics.jsonl") if name in row}
+    assert scores.keys() == {0, 1, 2, 3}
+    best = max((1, 2, 3), key=lambda step: (scores[step], step))
+    kept = {int(path.name) for path in (tmp_path / "checkpoints").iterdir()}
+    assert kept == {best, 3}
+    out = io.StringIO()
+    result = run_evaluation(FrozenConfigDict(config), str(tmp_path), Console(file=out, width=120), step="best")
+    assert result[name] == pytest.approx(scores[best]) and f"after {best} training steps" in out.getvalue()
+
+
+def test_a_best_metric_that_is_not_measured_is_named(folder, tmp_path):
+    config = tiny_config(folder)
+    config.training.update(steps=2, evaluate=False, keep_best=1, best_metric="search/rewards")
+    with pytest.raises(
+        ConfigError, match="best_metric is 'search/rewards', which step 1 did not .* search/reward_mean"
+    ):
+        run(config, tmp_path)
+    config.training.best_metric = "search/reward_mean"
+    assert "resuming after step 1" in run(config, tmp_path)
+
+
+def test_keys_that_may_change_change(finished, tmp_path, caplog):
+    config, workdir, _ = finished
+    shutil.copytree(workdir, tmp_path / "run")
+    config = config.copy_and_resolve_references()
+    config.agents.ann.optimizer.learning_rate = 2e-3
+    config.training.update(steps=3, evaluate=False, may_change=("agents.ann.optimizer", "rollout.slots"))
+    meta = tmp_path / "run"
+    printed = run(config, meta)
+    assert "config.agents.ann.optimizer.learning_rate was 0.001 and is 0.002 from here on" in printed
+    assert "other code" not in caplog.text
+    config.search.nodes = 7
+    with pytest.raises(ConfigError, match="config.search.nodes is 7"):
+        run(config, meta)
+    config.training.may_change = ("no.such.key",)
+    with pytest.raises(ConfigError, match="config.no does not exist"):
+        validate(config)
+
+
+def test_other_code_is_warned_of(finished, tmp_path, caplog, monkeypatch):
+    config, workdir, _ = finished
+    shutil.copytree(workdir, tmp_path / "run")
+    monkeypatch.setattr("mars2_jax.__version__", "9.9.9")
+    run(config, tmp_path / "run")
+    assert "written by other code (mars2_jax '0.1.0' -> '9.9.9')" in caplog.text
+
+
 def test_another_config_is_refused_and_a_finished_run_shows_its_results(finished):
     config, workdir, _ = finished
     other = config.copy_and_resolve_references()
@@ -347,13 +450,3 @@ def test_an_agent_waits_until_its_buffer_is_full(folder, tmp_path):
     assert all(n["shaped"] is None for t in read_trees(trees_path(tmp_path, 1)) for n in t["nodes"])
     state = final_state(tmp_path)
     assert len(state["ann/slot"]) == written[0] % 40
-
-
-def test_plus_losses_run(folder, tmp_path):
-    config = tiny_config(folder)
-    config.learning.update(ratio="gspo", tis="token", overlong_buffer=2, overlong_factor=1.0)
-    config.search.update(order="node_first", posterior="gaussian")
-    config.training.steps = 1
-    config.training.evaluate = False
-    run(config, tmp_path)
-    assert np.isfinite(read_metrics(tmp_path / "metrics.jsonl")[0]["agent/ann/loss"])
