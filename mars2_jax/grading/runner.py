@@ -5,7 +5,7 @@ Standard library only. Run by `sandbox.command`. Frames (see values.py) come in 
     service                                     supervisor
     {"program", "entry_point", "limits"}   ->
                                            <-   {"compiled": true} or {"compiled": false, ..report}
-    {"kind": "stdio", "stdin"}             ->
+    {"kind": "stdio", "bytes"}, the stdin  ->   (as it is, of so many bytes)
                                            <-   report
     {"kind": "call", "call"}               ->
                                            <-   report
@@ -14,7 +14,8 @@ Standard library only. Run by `sandbox.command`. Frames (see values.py) come in 
     {"kind": "end"}                        ->
 
 A report is `{"end", "status", "cpu", "stdout", "stderr", "value", "outcome"}`: what stopped the test ("exit", "cpu",
-"wall", "memory", "output"), the wait status of the program, CPU seconds, and what came out of the pipes.
+"wall", "memory", "output"), the wait status of the program, CPU seconds, and what came out of the pipes. Bytes of the
+standard output that are not UTF-8 are surrogates there.
 
 The zygote never reads a frame, so no program finds another one's text in its memory. The supervisor reads inputs,
 never expected outputs or assertions. Under bubblewrap the supervisor is process 1 of a namespace of its own, so
@@ -24,6 +25,7 @@ else hides its memory from them.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import fcntl
 import os
@@ -35,15 +37,19 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from mars2_jax.grading import child, system
-from mars2_jax.grading.values import dumps, read_frame, write_frame
+from mars2_jax.grading import child, seccomp, system
+from mars2_jax.grading.values import dumps, read_exactly, read_frame, write_frame
 
 __all__ = ["main"]
+
+Filter = ctypes.Array[ctypes.c_char] | None
+"""What `seccomp.prepare` returns; None where programs run without a filter."""
 
 _POLL_SECONDS = 0.05
 _STDERR_TAIL = 16 << 10
 _STDERR_CAP = 8 << 20
 _COMPILED_CAP = 64 << 20
+_PIPE_BYTES, _MAX_PIPE_BYTES = 64 << 10, 1 << 20
 
 
 @dataclasses.dataclass
@@ -85,9 +91,11 @@ class _Pipes:
         self.sinks[ours] = sink
         return self._keep(theirs)
 
-    def input(self, data: bytes) -> int:
+    def input(self, data: bytes | bytearray) -> int:
         """A pipe that is fed `data`. Returns the end for the child."""
         theirs, ours = os.pipe()
+        if len(data) > _PIPE_BYTES:
+            fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, _MAX_PIPE_BYTES)  # Fewer turns of the loop.
         os.set_blocking(ours, False)
         self._ours.add(ours)
         self.feeds[ours] = memoryview(data)
@@ -117,8 +125,9 @@ class _Pipes:
 class _Supervisor:
     """Serves one program: compiles it, then runs it once a test until the service says that it is enough."""
 
-    def __init__(self, job: dict[str, Any], isolated: bool, uid: int | None) -> None:
+    def __init__(self, job: dict[str, Any], isolated: bool, uid: int | None, filter_: Filter) -> None:
         self._isolated = isolated
+        self._filter = filter_
         # Programs and assertions run as two users where the supervisor may choose.
         self._uid = uid
         self._source: str = job["program"]
@@ -151,7 +160,9 @@ class _Supervisor:
 
     def _start_script(self, pipes: _Pipes, test: dict[str, Any]) -> _Test:
         stdout, stderr = _Sink(self._output_cap), _Sink(_STDERR_CAP, _STDERR_TAIL)
-        stdin = test.pop("stdin").encode("utf-8", "surrogateescape")
+        stdin = read_exactly(0, test["bytes"])
+        if stdin is None:
+            raise BrokenPipeError("the service is gone")
         fds = [pipes.input(stdin), pipes.output(stdout), pipes.output(stderr)]
         main = self._fork(fds, lambda: child.script(self._code, self._source))
         return _Test(main, main, stdout=stdout, stderr=stderr)
@@ -202,6 +213,8 @@ class _Supervisor:
             for kind, pair in limits:
                 resource.setrlimit(kind, pair)
             system.forget_privileges(uid, hidden=trusted)
+            if self._filter is not None:
+                seccomp.install(self._filter)
             os.chdir("/tmp")
             status = body()
         except BaseException:  # noqa: BLE001 -- a fork must never return into its parent's code
@@ -247,7 +260,7 @@ class _Supervisor:
         deadline = time.monotonic() + self._wall
         look = time.monotonic() + _POLL_SECONDS
         own: dict[int, float] = {}
-        seen, base = 0.0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        seen, base = 0.0, system.resident()  # Forks begin with what this process has.
         try:
             while True:
                 for fd, event in poller.poll(max(0.0, look - time.monotonic()) * 1000):
@@ -303,7 +316,8 @@ class _Test:
         for name, sink in sinks.items():
             # The length in front of a frame is of no use here, and is not text.
             start = 4 if name in ("value", "outcome") else 0
-            texts[name] = None if sink is None else sink.data[start:].decode("utf-8", "replace")
+            errors = "surrogateescape" if name == "stdout" else "replace"
+            texts[name] = None if sink is None else sink.data[start:].decode("utf-8", errors)
         return texts
 
 
@@ -323,7 +337,7 @@ def _drain(fd: int, sink: _Sink) -> bool:
 def _feed(fd: int, feeds: dict[int, memoryview]) -> bool:
     """Writes what fits. False once all is written, or nobody is left to read it."""
     try:
-        feeds[fd] = feeds[fd][os.write(fd, feeds[fd][: 1 << 16]) :]
+        feeds[fd] = feeds[fd][os.write(fd, feeds[fd][:_MAX_PIPE_BYTES]) :]
     except BlockingIOError:
         return True
     except BrokenPipeError:
@@ -331,7 +345,7 @@ def _feed(fd: int, feeds: dict[int, memoryview]) -> bool:
     return bool(feeds[fd])
 
 
-def _supervise(isolated: bool, uid: int | None) -> None:
+def _supervise(isolated: bool, uid: int | None, filter_: Filter) -> None:
     system.hide_memory()
     limits = _own_limits()
     try:
@@ -341,7 +355,7 @@ def _supervise(isolated: bool, uid: int | None) -> None:
             system.adopt_orphans()
         job = read_frame(0)
         if job is not None:
-            _Supervisor(job, isolated, uid).serve()
+            _Supervisor(job, isolated, uid, filter_).serve()
     except BrokenPipeError:
         system.kill_descendants()
     except Exception as error:  # noqa: BLE001 -- reported to the service
@@ -356,13 +370,13 @@ def _own_limits() -> list[tuple[int, int]]:
     return [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")]
 
 
-def _stub(isolated: bool, uid: int | None) -> int:
+def _stub(isolated: bool, uid: int | None, filter_: Filter) -> int:
     """Forks the supervisor into new namespaces and waits for it. Returns its exit status, or 128 plus a signal."""
     if isolated:
         system.new_namespaces()
     pid = os.fork()
     if pid == 0:
-        _supervise(isolated, uid)
+        _supervise(isolated, uid, filter_)
         os._exit(0)
     _, status = os.waitpid(pid, 0)
     return os.waitstatus_to_exitcode(status)
@@ -374,6 +388,7 @@ def main(isolation: str, uid: int) -> None:
     if not isolated:
         system.die_with_parent()
     child.preload()
+    filter_ = seccomp.prepare() if isolated else None
     own_uid = uid if isolated and os.geteuid() == 0 else None
     poller = select.poll()
     poller.register(0, select.POLLIN)
@@ -382,7 +397,7 @@ def main(isolation: str, uid: int) -> None:
         if pid == 0:
             code = 1
             try:
-                code = _stub(isolated, own_uid)
+                code = _stub(isolated, own_uid, filter_)
             except Exception as error:  # noqa: BLE001 -- reported to the service
                 write_frame(1, {"fault": f"{type(error).__name__}: {error}", "tampered": False})
             finally:

@@ -20,6 +20,7 @@ __all__ = [
     "limits",
     "new_namespaces",
     "refresh_scratch",
+    "resident",
     "usage",
 ]
 
@@ -127,6 +128,12 @@ def limits(cpu_seconds: float, memory_mb: int, *, processes: bool) -> list[tuple
         (resource.RLIMIT_STACK, (stack if hard == resource.RLIM_INFINITY else min(stack, hard), hard)),
     ]
     return [*found, (resource.RLIMIT_NPROC, (_MAX_PROCESSES, _MAX_PROCESSES))] if processes else found
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * _PAGE
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,6 +37,7 @@ from mars2_jax.training.records import (
 )
 from mars2_jax.training.setup import (
     Setup,
+    calibrated,
     check_space,
     check_trainable,
     claim,
@@ -50,7 +51,7 @@ from mars2_jax.viewer.terminal import Progress, render_summary, render_tree
 
 __all__ = ["Trainer", "check_resumable", "train"]
 
-_MAY_CHANGE = ("training", "eval", "grading.isolation", "grading.workers")
+_MAY_CHANGE = ("training", "eval", "grading.isolation", "grading.workers", "grading.cache")
 """Config keys that a resumed run may change: they do not touch what is learned (`training.steps` only how long)."""
 
 
@@ -81,6 +82,8 @@ def train(config: FrozenConfigDict, workdir: str, console: Console | None = None
                     "raise it, or choose another --workdir"
                 )
         setup = Setup.check(config, searched=searched, answered=judges)
+        problems = calibrated(config, problems, grader, console)
+        judges = calibrated(config, judges, grader, console)
         with jax.set_mesh(setup.mesh):
             Trainer(setup, problems, judges, grader, checkpointer, folder, console).run()
 

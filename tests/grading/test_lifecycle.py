@@ -3,6 +3,7 @@
 import logging
 import os
 import resource
+import select
 import shutil
 import signal
 import stat
@@ -147,29 +148,67 @@ def test_a_worker_that_cannot_be_replaced_costs_its_programs_only(own_grader):
     assert own_grader.grade(QUICK, PROBLEM).verdict is Verdict.PASS
 
 
-def test_a_killed_service_voids_what_is_open(own_grader):
-    done = own_grader.submit(QUICK, PROBLEM)
-    assert own_grader.wait(done).verdict is Verdict.PASS
-    tickets = [own_grader.submit(ENDLESS, PROBLEM) for _ in range(3)]
+def service_of(grader):
+    """The service's process id; it changes when the service is started again."""
+    return grader._service._process.pid
+
+
+def test_a_killed_service_is_replaced_and_loses_nothing(own_grader, caplog):
+    endless = own_grader.submit(ENDLESS, PROBLEM)
+    tickets = [own_grader.submit(QUICK, PROBLEM) for _ in range(3)]
     wait_until(lambda: busy(own_grader.service))
     group = descendants(own_grader.service)
     os.kill(own_grader.service, signal.SIGKILL)
-    assert own_grader.wait(tickets[0]).verdict is Verdict.INFRA
-    rest = dict(own_grader.poll(timeout=None))
-    assert {ticket: grade.verdict for ticket, grade in rest.items()} == dict.fromkeys(tickets[1:], Verdict.INFRA)
-    assert own_grader.pending == 0
-    with pytest.raises(RuntimeError, match="died"):
-        own_grader.submit(QUICK, PROBLEM)
+    # Found out at a submission, or while waiting for an answer.
+    tickets.append(own_grader.submit(QUICK, PROBLEM))
+    assert own_grader.poll(timeout=0) == []
+    second = service_of(own_grader)
+    assert second != own_grader.service
+    assert "service died (status -9); it is started again" in caplog.text
     assert all_gone(group) == set()
+    wait_until(lambda: busy(second))
+    group = descendants(second)
+    os.kill(second, signal.SIGKILL)
+    # The second death with them open: they are void, and the grader goes on.
+    grade = own_grader.wait(endless)
+    assert grade.verdict is Verdict.INFRA
+    assert "second time" in grade.public[0].error
+    rest = dict(own_grader.poll(timeout=None))
+    assert {ticket: grade.verdict for ticket, grade in rest.items()} == dict.fromkeys(tickets, Verdict.INFRA)
+    assert own_grader.grade(QUICK, PROBLEM).verdict is Verdict.PASS
+    assert all_gone(group) == set()
+
+
+def test_answers_of_a_service_that_then_died_count(own_grader):
+    ticket = own_grader.submit(QUICK, PROBLEM)
+    wait_until(lambda: select.select([own_grader._service._out], [], [], 0)[0])
+    os.kill(own_grader.service, signal.SIGKILL)
+    wait_until(lambda: own_grader.service not in children(os.getpid()))
+    later = own_grader.submit(QUICK, PROBLEM)
+    assert own_grader.wait(ticket).verdict is Verdict.PASS
+    assert own_grader.wait(later).verdict is Verdict.PASS
+
+
+def test_a_service_that_keeps_dying_is_given_up(own_grader):
+    for _ in range(3):
+        ticket = own_grader.submit(ENDLESS, PROBLEM)
+        os.kill(service_of(own_grader), signal.SIGKILL)
+        while own_grader.pending and not own_grader._dead and own_grader.poll(timeout=0.05) == []:
+            if service_of(own_grader) != own_grader.service:
+                own_grader.service = service_of(own_grader)
+                break
+    assert ticket not in own_grader._open
+    assert own_grader.pending == 0
+    with pytest.raises(RuntimeError, match="died.*3 times without an answer"):
+        own_grader.submit(QUICK, PROBLEM)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_service_that_is_told_to_stop_takes_everything_along(own_grader, number):
-    ticket = own_grader.submit(ENDLESS, PROBLEM)
+    own_grader.submit(ENDLESS, PROBLEM)
     wait_until(lambda: busy(own_grader.service))
     group = descendants(own_grader.service)
     os.kill(own_grader.service, number)
-    assert own_grader.wait(ticket).verdict is Verdict.INFRA
     assert all_gone(group) == set()
 
 
