@@ -3,8 +3,8 @@
 Standard library only. Run by `sandbox.command`. Frames (see values.py) come in on descriptor 0 and go out on 1::
 
     service                                     supervisor
-    {"program", "entry_point", "limits"}   ->
-                                           <-   {"compiled": true} or {"compiled": false, ..report}
+    {"program", "entry_point", "limits", "compile"}   ->
+                                           <-   with "compile": {"compiled": true} or {"compiled": false, ..report}
     {"kind": "stdio", "bytes"}, the stdin  ->   (as it is, of so many bytes)
                                            <-   report
     {"kind": "call", "call"}               ->
@@ -31,6 +31,7 @@ import fcntl
 import os
 import resource
 import select
+import stat
 import sys
 import time
 import traceback
@@ -77,7 +78,6 @@ class _Pipes:
         self._theirs: set[int] = set()
         self.sinks: dict[int, _Sink] = {}
         self.feeds: dict[int, memoryview] = {}
-        self.null = self._keep(os.open(os.devnull, os.O_RDWR))
 
     def _keep(self, fd: int) -> int:
         self._theirs.add(fd)
@@ -125,9 +125,8 @@ class _Pipes:
 class _Supervisor:
     """Serves one program: compiles it, then runs it once a test until the service says that it is enough."""
 
-    def __init__(self, job: dict[str, Any], isolated: bool, uid: int | None, filter_: Filter) -> None:
+    def __init__(self, job: dict[str, Any], isolated: bool, uid: int | None) -> None:
         self._isolated = isolated
-        self._filter = filter_
         # Programs and assertions run as two users where the supervisor may choose.
         self._uid = uid
         self._source: str = job["program"]
@@ -137,24 +136,33 @@ class _Supervisor:
         self._wall: float = limits["wall_seconds"]
         self._memory_mb: int = limits["memory_mb"]
         self._output_cap: int = limits["output_kb"] << 10
-        self._code = b""
+        self._compile: bool = job["compile"]
+        self._null = os.open(os.devnull, os.O_RDWR)
+        self._mapped = system.mapped()
+        self._code: bytes | None = None
 
     def serve(self) -> None:
-        code = _Sink(_COMPILED_CAP)
-        report = self._run(lambda pipes: self._start_compiler(pipes, code))
-        if report["end"] != "exit" or report["status"] != 0:
-            write_frame(1, {"compiled": False, **report})
+        if self._compile and not self._compiled():
             return
-        self._code = bytes(code.data)
-        write_frame(1, {"compiled": True})
         kinds = {"stdio": self._start_script, "call": self._start_call, "assert": self._start_assertions}
         while (test := read_frame(0)) is not None and test["kind"] != "end":
             start = kinds[test["kind"]]
             write_frame(1, self._run(lambda pipes, start=start, test=test: start(pipes, test)))  # type: ignore[misc]
 
+    def _compiled(self) -> bool:
+        """Compiles once for all tests. A program with one test does so in that test's process."""
+        code = _Sink(_COMPILED_CAP)
+        report = self._run(lambda pipes: self._start_compiler(pipes, code))
+        if report["end"] != "exit" or report["status"] != 0:
+            write_frame(1, {"compiled": False, **report})
+            return False
+        self._code = bytes(code.data)
+        write_frame(1, {"compiled": True})
+        return True
+
     def _start_compiler(self, pipes: _Pipes, code: _Sink) -> _Test:
         stderr = _Sink(_STDERR_CAP, _STDERR_TAIL)
-        fds = [pipes.null, pipes.null, pipes.output(stderr), pipes.output(code)]
+        fds = [self._null, self._null, pipes.output(stderr), pipes.output(code)]
         main = self._fork(fds, lambda: child.compile_program(self._source, 3))
         return _Test(main, main, stderr=stderr)
 
@@ -164,7 +172,7 @@ class _Supervisor:
         if stdin is None:
             raise BrokenPipeError("the service is gone")
         fds = [pipes.input(stdin), pipes.output(stdout), pipes.output(stderr)]
-        main = self._fork(fds, lambda: child.script(self._code, self._source))
+        main = self._fork(fds, lambda: child.script(self._code, self._source), held=2 * len(stdin))
         return _Test(main, main, stdout=stdout, stderr=stderr)
 
     def _start_call(self, pipes: _Pipes, test: dict[str, Any]) -> _Test:
@@ -172,8 +180,9 @@ class _Supervisor:
         value = _Sink(self._output_cap + 4)
         call = dumps(test["call"])
         framed = len(call).to_bytes(4, "big") + call
-        fds = [pipes.null, pipes.output(stdout), pipes.output(stderr), pipes.input(framed), pipes.output(value)]
-        main = self._fork(fds, lambda: child.function(self._code, self._source, self._entry_point))
+        fds = [self._null, pipes.output(stdout), pipes.output(stderr), pipes.input(framed), pipes.output(value)]
+        call_function = lambda: child.function(self._code, self._source, self._entry_point)
+        main = self._fork(fds, call_function, held=2 * len(framed))
         return _Test(main, main, stdout=stdout, stderr=stderr, value=value)
 
     def _start_assertions(self, pipes: _Pipes, test: dict[str, Any]) -> _Test:
@@ -182,17 +191,20 @@ class _Supervisor:
         calls, results = pipes.between(), pipes.between()
         outcome_end = pipes.output(outcome)
         (outcome_reader,) = (fd for fd, sink in pipes.sinks.items() if sink is outcome)
-        fds = [pipes.null, pipes.null, pipes.null, results[0], calls[1], outcome_end, 0]
+        fds = [self._null, self._null, self._null, results[0], calls[1], outcome_end, 0]
         judge = self._fork(fds, lambda: child.assertions(self._entry_point, self._output_cap), trusted=True)
         select.select([outcome_reader], [], [])
         os.read(outcome_reader, 1)  # It has read its code: from here on a fork of this process cannot.
-        fds = [pipes.null, pipes.output(stdout), pipes.output(stderr), calls[0], results[1]]
+        fds = [self._null, pipes.output(stdout), pipes.output(stderr), calls[0], results[1]]
         program = self._fork(fds, lambda: child.function(self._code, self._source, self._entry_point))
         return _Test(program, judge, stdout=stdout, stderr=stderr, outcome=outcome)
 
-    def _fork(self, fds: list[int], body: Callable[[], int], *, trusted: bool = False) -> int:
+    def _fork(self, fds: list[int], body: Callable[[], int], *, trusted: bool = False, held: int = 0) -> int:
+        """Forks a process that has these descriptors and no others. `held`: bytes of this process's that are no use to
+        the other and do not count as its memory."""
         # The assertion process is trusted; its limit only ends a test that never ends by itself.
-        limits = system.limits(self._wall if trusted else self._cpu, self._memory_mb, processes=self._isolated)
+        seconds = self._wall if trusted else self._cpu
+        limits = system.limits(seconds, self._mapped + (self._memory_mb << 20) + held, processes=self._isolated)
         pid = os.fork()
         if pid:
             return pid
@@ -208,13 +220,13 @@ class _Supervisor:
             if uid is not None:
                 uid += trusted
                 if not trusted:
-                    for number in range(3):  # So that /dev/stdin can be opened.
-                        os.fchown(number, uid, uid)
+                    for number in range(3):
+                        # So that /dev/stdin can be opened. The null device is the host's, and must stay its own.
+                        if stat.S_ISFIFO(os.fstat(number).st_mode):
+                            os.fchown(number, uid, uid)
             for kind, pair in limits:
                 resource.setrlimit(kind, pair)
             system.forget_privileges(uid, hidden=trusted)
-            if self._filter is not None:
-                seccomp.install(self._filter)
             os.chdir("/tmp")
             status = body()
         except BaseException:  # noqa: BLE001 -- a fork must never return into its parent's code
@@ -345,17 +357,21 @@ def _feed(fd: int, feeds: dict[int, memoryview]) -> bool:
     return bool(feeds[fd])
 
 
-def _supervise(isolated: bool, uid: int | None, filter_: Filter) -> None:
+def _supervise(isolated: bool, uid: int | None, filter_: Filter) -> int:
+    """Serves one program. Returns the exit status."""
     system.hide_memory()
     limits = _own_limits()
     try:
         if isolated:
             system.fresh_mounts()
+            if filter_ is not None:
+                # Here and not in each fork, which it would make slower by a third.
+                seccomp.install(filter_)
         else:
             system.adopt_orphans()
         job = read_frame(0)
         if job is not None:
-            _Supervisor(job, isolated, uid, filter_).serve()
+            _Supervisor(job, isolated, uid).serve()
     except BrokenPipeError:
         system.kill_descendants()
     except Exception as error:  # noqa: BLE001 -- reported to the service
@@ -363,23 +379,22 @@ def _supervise(isolated: bool, uid: int | None, filter_: Filter) -> None:
         # A program that runs as the same user may lower this process's limits. That is its fault, not the grader's.
         tampered = _own_limits() != limits
         write_frame(1, {"fault": f"{type(error).__name__}: {error}", "tampered": tampered})
-        os._exit(1)
+        return 1
+    return 0
 
 
 def _own_limits() -> list[tuple[int, int]]:
     return [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")]
 
 
-def _stub(isolated: bool, uid: int | None, filter_: Filter) -> int:
-    """Forks the supervisor into new namespaces and waits for it. Returns its exit status, or 128 plus a signal."""
-    if isolated:
-        system.new_namespaces()
+def _in_new_namespace(uid: int | None, filter_: Filter) -> int:
+    """Supervises from a second fork, for a zygote that can enter a new process namespace only once."""
+    system.new_process_namespace(None)
     pid = os.fork()
     if pid == 0:
-        _supervise(isolated, uid, filter_)
-        os._exit(0)
+        os._exit(_supervise(True, uid, filter_))
     _, status = os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(status)
+    return os.waitstatus_to_exitcode(status) & 0xFF
 
 
 def main(isolation: str, uid: int) -> None:
@@ -390,18 +405,22 @@ def main(isolation: str, uid: int) -> None:
     child.preload()
     filter_ = seccomp.prepare() if isolated else None
     own_uid = uid if isolated and os.geteuid() == 0 else None
+    own_processes = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+    direct = not isolated or system.may_change_namespace(own_processes)
     poller = select.poll()
     poller.register(0, select.POLLIN)
     while any(event & select.POLLIN for _, event in poller.poll()):
+        if direct and isolated:
+            system.new_process_namespace(own_processes)
         pid = os.fork()
         if pid == 0:
             code = 1
             try:
-                code = _stub(isolated, own_uid, filter_)
+                code = _in_new_namespace(own_uid, filter_) if not direct else _supervise(isolated, own_uid, filter_)
             except Exception as error:  # noqa: BLE001 -- reported to the service
                 write_frame(1, {"fault": f"{type(error).__name__}: {error}", "tampered": False})
             finally:
-                os._exit(code & 0xFF)
+                os._exit(code)
         _, status = os.waitpid(pid, 0)
         if status != 0:
             # A supervisor can be reached by a program of its own user only.

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from mars2_jax.errors import SandboxError
 
-__all__ = ["ENVIRONMENT", "PROBE", "PROBE_OUTPUT", "command", "probe_input", "remedy"]
+__all__ = ["ENVIRONMENT", "PROBE", "PROBE_OUTPUT", "UNPROTECTED", "command", "probe_input", "remedy"]
 
 # Set iteration order must not differ from one worker to the next, so hashing is not randomised.
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8"}
 
-_UNPROTECTED = "or set --config.grading.isolation=none to run model-written programs unprotected"
+UNPROTECTED = "or set --config.grading.isolation=none to run model-written programs unprotected"
 # What a kernel may forbid: file under /proc/sys, value that forbids, what to set.
 _SWITCHES = (
     ("kernel/unprivileged_userns_clone", "0", "kernel.unprivileged_userns_clone=1"),
@@ -56,7 +56,7 @@ def command(isolation: str, uid: int) -> list[str]:
         return python
     bwrap = shutil.which("bwrap")
     if bwrap is None:
-        raise SandboxError(f"bubblewrap is not installed: `apt-get install bubblewrap`, {_UNPROTECTED}")
+        raise SandboxError(f"bubblewrap is not installed: `apt-get install bubblewrap`, {UNPROTECTED}")
     arguments = [bwrap, "--die-with-parent", "--new-session", "--unshare-pid", "--unshare-net", "--unshare-ipc"]
     arguments += ["--unshare-uts", "--unshare-cgroup-try", "--hostname", "sandbox"]
     if os.geteuid() != 0:
@@ -127,12 +127,12 @@ def remedy(said: str, root: Path = Path("/")) -> str:
         steps.append(f"start the container with `{docker}` (Kubernetes: securityContext with {kubernetes})")
     elif not steps:
         steps.append("allow user namespaces to this user" if os.geteuid() else "give root CAP_SYS_ADMIN")
-    return f"{', '.join(steps)}, {_UNPROTECTED}"
+    return f"{', '.join(steps)}, {UNPROTECTED}"
 
 
 PROBE = """
 import os, socket
-secret, port, filtered = input(), int(input()), input() == "filtered"
+secret, port, filtered, host = input(), int(input()), input() == "filtered", input().split()
 try:
     open(secret).close()
     print("the host's file", secret, "can be read")
@@ -143,6 +143,9 @@ try:
     print("the host's network can be reached")
 except OSError:
     pass
+for name in ("net", "pid", "mnt", "ipc", "uts"):
+    if os.readlink(f"/proc/self/ns/{name}") in host:
+        print(f"the {name} namespace is the host's")
 others = {int(name) for name in os.listdir("/proc") if name.isdigit()} - {1, os.getpid()}
 if others or os.getppid() != 1:
     print("other processes can be seen")
@@ -169,6 +172,8 @@ PROBE_OUTPUT = "end of probe"
 
 
 def probe_input(port: int, filtered: bool) -> str:
-    """What the probe reads: a file that only the host has, a port that something on the host listens to, and whether
-    there should be a filter of system calls."""
-    return f"{_PACKAGE / 'grading' / 'service.py'}\n{port}\n{'filtered' if filtered else 'not filtered'}\n"
+    """What the probe reads: a file that only the host has, a port that something on the host listens to, whether there
+    should be a filter of system calls, and the host's namespaces."""
+    namespaces = [os.readlink(path) for path in Path("/proc/self/ns").iterdir()]
+    secret = _PACKAGE / "grading" / "service.py"
+    return f"{secret}\n{port}\n{'filtered' if filtered else 'not filtered'}\n{' '.join(namespaces)}\n"

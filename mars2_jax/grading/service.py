@@ -23,6 +23,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from operator import itemgetter
 from types import FrameType
@@ -93,18 +94,25 @@ class _Service:
             sys.stdout.flush()
 
     def _work(self, index: int) -> None:
-        while True:
-            request = self._requests.get()
-            with self._guard:
-                self._waiting_bytes -= len(request)
-            ticket, job = itemgetter("ticket", "job")(json.loads(request))
-            del request
-            results = self._grade(index, job)
-            plain = [None if r is None else {**dataclasses.asdict(r), "verdict": r.verdict.value} for r in results]
-            try:
-                self._say({"ticket": ticket, "results": plain})
-            except BrokenPipeError:  # The client is gone; the main thread is about to notice.
-                return
+        try:
+            while True:
+                self._serve_one(index)
+        except BrokenPipeError:  # The client is gone; the main thread is about to notice.
+            pass
+        except BaseException:  # noqa: BLE001 -- as it says
+            # A defect. The client is waiting for an answer that will not come; it starts a new service instead.
+            traceback.print_exc()
+            os._exit(1)
+
+    def _serve_one(self, index: int) -> None:
+        request = self._requests.get()
+        with self._guard:
+            self._waiting_bytes -= len(request)
+        ticket, job = itemgetter("ticket", "job")(json.loads(request))
+        del request  # It may be large.
+        results = self._grade(index, job)
+        plain = [None if r is None else {**dataclasses.asdict(r), "verdict": r.verdict.value} for r in results]
+        self._say({"ticket": ticket, "results": plain})
 
     def _grade(self, index: int, job: dict[str, Any]) -> list[TestResult | None]:
         failure = TestResult(Verdict.INFRA)

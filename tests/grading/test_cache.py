@@ -1,15 +1,13 @@
 """The same program for the same question is run once, and nothing else is taken for the same."""
 
 import dataclasses
-import os
-import signal
-import time
 
 import pytest
 
 from mars2_jax.grading.grader import Grader
 from mars2_jax.grading.verdict import Verdict
 from mars2_jax.tasks.problem import Limits, Problem, StdioTest
+from tests.grading.test_lifecycle import kill_service
 
 # Says something else every time that it is run.
 TIME = "import time\nprint(time.time_ns())"
@@ -85,11 +83,7 @@ def test_what_the_grader_failed_at_is_tried_again():
     with Grader("none", workers=1, cache=3) as grader:
         tickets = [grader.submit(endless, problem) for _ in range(2)]
         for _ in range(2):
-            os.kill(grader._service._process.pid, signal.SIGKILL)
-            deadline = time.monotonic() + 20
-            deaths = grader._deaths
-            while grader._deaths == deaths and time.monotonic() < deadline:
-                grader._collect(0.05)
+            kill_service(grader)
         assert [grader.wait(ticket).verdict for ticket in tickets] == [Verdict.INFRA] * 2
         assert grader.grade(endless, problem).verdict is Verdict.TIMEOUT
 
