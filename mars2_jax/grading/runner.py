@@ -39,6 +39,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mars2_jax.grading import child, seccomp, system
+from mars2_jax.grading.pipes import Pipes, Sink, drain, feed
 from mars2_jax.grading.values import dumps, read_exactly, read_frame, write_frame
 
 __all__ = ["main"]
@@ -50,76 +51,6 @@ _POLL_SECONDS = 0.05
 _STDERR_TAIL = 16 << 10
 _STDERR_CAP = 8 << 20
 _COMPILED_CAP = 64 << 20
-_PIPE_BYTES, _MAX_PIPE_BYTES = 64 << 10, 1 << 20
-
-
-@dataclasses.dataclass
-class _Sink:
-    """The reading end of a pipe: keeps all bytes, or the last `tail`; more than `cap` in total ends the test."""
-
-    cap: int
-    tail: int | None = None
-    data: bytearray = dataclasses.field(default_factory=bytearray)
-    total: int = 0
-
-    def add(self, part: bytes) -> bool:
-        self.total += len(part)
-        self.data += part
-        if self.tail is not None and len(self.data) > 2 * self.tail:
-            del self.data[: -self.tail]
-        return self.total <= self.cap
-
-
-class _Pipes:
-    """The pipes between the supervisor and the processes of one test; all are closed at its end."""
-
-    def __init__(self) -> None:
-        self._ours: set[int] = set()
-        self._theirs: set[int] = set()
-        self.sinks: dict[int, _Sink] = {}
-        self.feeds: dict[int, memoryview] = {}
-
-    def _keep(self, fd: int) -> int:
-        self._theirs.add(fd)
-        return fd
-
-    def output(self, sink: _Sink) -> int:
-        """A pipe that fills `sink`. Returns the end for the child."""
-        ours, theirs = os.pipe()
-        os.set_blocking(ours, False)
-        self._ours.add(ours)
-        self.sinks[ours] = sink
-        return self._keep(theirs)
-
-    def input(self, data: bytes | bytearray) -> int:
-        """A pipe that is fed `data`. Returns the end for the child."""
-        theirs, ours = os.pipe()
-        if len(data) > _PIPE_BYTES:
-            fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, _MAX_PIPE_BYTES)  # Fewer turns of the loop.
-        os.set_blocking(ours, False)
-        self._ours.add(ours)
-        self.feeds[ours] = memoryview(data)
-        return self._keep(theirs)
-
-    def between(self) -> tuple[int, int]:
-        """A pipe from one child to another: (reading end, writing end)."""
-        reader, writer = os.pipe()
-        return self._keep(reader), self._keep(writer)
-
-    def close_theirs(self) -> None:
-        for fd in self._theirs:
-            os.close(fd)
-        self._theirs.clear()
-
-    def close_ours(self, fd: int) -> None:
-        os.close(fd)
-        self._ours.discard(fd)
-        self.feeds.pop(fd, None)
-
-    def close(self) -> None:
-        self.close_theirs()
-        for fd in list(self._ours):
-            self.close_ours(fd)
 
 
 class _Supervisor:
@@ -151,7 +82,7 @@ class _Supervisor:
 
     def _compiled(self) -> bool:
         """Compiles once for all tests. A program with one test does so in that test's process."""
-        code = _Sink(_COMPILED_CAP)
+        code = Sink(_COMPILED_CAP)
         report = self._run(lambda pipes: self._start_compiler(pipes, code))
         if report["end"] != "exit" or report["status"] != 0:
             write_frame(1, {"compiled": False, **report})
@@ -160,14 +91,14 @@ class _Supervisor:
         write_frame(1, {"compiled": True})
         return True
 
-    def _start_compiler(self, pipes: _Pipes, code: _Sink) -> _Test:
-        stderr = _Sink(_STDERR_CAP, _STDERR_TAIL)
+    def _start_compiler(self, pipes: Pipes, code: Sink) -> _Test:
+        stderr = Sink(_STDERR_CAP, _STDERR_TAIL)
         fds = [self._null, self._null, pipes.output(stderr), pipes.output(code)]
         main = self._fork(fds, lambda: child.compile_program(self._source, 3))
         return _Test(main, main, stderr=stderr)
 
-    def _start_script(self, pipes: _Pipes, test: dict[str, Any]) -> _Test:
-        stdout, stderr = _Sink(self._output_cap), _Sink(_STDERR_CAP, _STDERR_TAIL)
+    def _start_script(self, pipes: Pipes, test: dict[str, Any]) -> _Test:
+        stdout, stderr = Sink(self._output_cap), Sink(_STDERR_CAP, _STDERR_TAIL)
         stdin = read_exactly(0, test["bytes"])
         if stdin is None:
             raise BrokenPipeError("the service is gone")
@@ -175,9 +106,9 @@ class _Supervisor:
         main = self._fork(fds, lambda: child.script(self._code, self._source), held=2 * len(stdin))
         return _Test(main, main, stdout=stdout, stderr=stderr)
 
-    def _start_call(self, pipes: _Pipes, test: dict[str, Any]) -> _Test:
-        stdout, stderr = _Sink(self._output_cap), _Sink(_STDERR_CAP, _STDERR_TAIL)
-        value = _Sink(self._output_cap + 4)
+    def _start_call(self, pipes: Pipes, test: dict[str, Any]) -> _Test:
+        stdout, stderr = Sink(self._output_cap), Sink(_STDERR_CAP, _STDERR_TAIL)
+        value = Sink(self._output_cap + 4)
         call = dumps(test["call"])
         framed = len(call).to_bytes(4, "big") + call
         fds = [self._null, pipes.output(stdout), pipes.output(stderr), pipes.input(framed), pipes.output(value)]
@@ -185,9 +116,9 @@ class _Supervisor:
         main = self._fork(fds, call_function, held=2 * len(framed))
         return _Test(main, main, stdout=stdout, stderr=stderr, value=value)
 
-    def _start_assertions(self, pipes: _Pipes, test: dict[str, Any]) -> _Test:
-        stdout, stderr = _Sink(self._output_cap), _Sink(_STDERR_CAP, _STDERR_TAIL)
-        outcome = _Sink(1 << 20)
+    def _start_assertions(self, pipes: Pipes, test: dict[str, Any]) -> _Test:
+        stdout, stderr = Sink(self._output_cap), Sink(_STDERR_CAP, _STDERR_TAIL)
+        outcome = Sink(1 << 20)
         calls, results = pipes.between(), pipes.between()
         outcome_end = pipes.output(outcome)
         (outcome_reader,) = (fd for fd, sink in pipes.sinks.items() if sink is outcome)
@@ -234,9 +165,9 @@ class _Supervisor:
         finally:
             os._exit(status)
 
-    def _run(self, start: Callable[[_Pipes], _Test]) -> dict[str, Any]:
+    def _run(self, start: Callable[[Pipes], _Test]) -> dict[str, Any]:
         """Starts the processes of a test, sees them to their end, and leaves nothing of them behind."""
-        pipes = _Pipes()
+        pipes = Pipes()
         test = None
         try:
             test = start(pipes)
@@ -245,7 +176,7 @@ class _Supervisor:
         finally:
             reaped = system.kill_descendants()
         for fd, sink in pipes.sinks.items():
-            if not _drain(fd, sink) and end == "exit":
+            if not drain(fd, sink) and end == "exit":
                 end = "output"
         pipes.close()
         if self._isolated:
@@ -256,7 +187,7 @@ class _Supervisor:
             end = "cpu"
         return {"end": end, "status": reaped[test.program][0], "cpu": cpu, **test.texts()}
 
-    def _watch(self, pipes: _Pipes, test: _Test) -> tuple[str, float]:
+    def _watch(self, pipes: Pipes, test: _Test) -> tuple[str, float]:
         """Feeds and drains the pipes until the main process ends or a limit is passed.
 
         Returns what ended the test, and the largest CPU time that was seen while it ran.
@@ -282,11 +213,11 @@ class _Supervisor:
                         system.kill_descendants()
                         os._exit(0)
                     if fd in pipes.feeds:
-                        if event & select.POLLERR or not _feed(fd, pipes.feeds):
+                        if event & select.POLLERR or not feed(fd, pipes.feeds):
                             poller.unregister(fd)
                             pipes.close_ours(fd)
                     elif event & select.POLLIN:
-                        if not _drain(fd, pipes.sinks[fd]):
+                        if not drain(fd, pipes.sinks[fd]):
                             return "output", seen
                     else:
                         poller.unregister(fd)
@@ -317,10 +248,10 @@ class _Test:
 
     program: int
     main: int
-    stderr: _Sink
-    stdout: _Sink | None = None
-    value: _Sink | None = None
-    outcome: _Sink | None = None
+    stderr: Sink
+    stdout: Sink | None = None
+    value: Sink | None = None
+    outcome: Sink | None = None
 
     def texts(self) -> dict[str, str | None]:
         sinks = {"stdout": self.stdout, "stderr": self.stderr, "value": self.value, "outcome": self.outcome}
@@ -331,30 +262,6 @@ class _Test:
             errors = "surrogateescape" if name == "stdout" else "replace"
             texts[name] = None if sink is None else sink.data[start:].decode("utf-8", errors)
         return texts
-
-
-def _drain(fd: int, sink: _Sink) -> bool:
-    """Reads what is there. False once the cap is passed."""
-    while True:
-        try:
-            part = os.read(fd, 1 << 16)
-        except BlockingIOError:
-            return True
-        if not part:
-            return True
-        if not sink.add(part):
-            return False
-
-
-def _feed(fd: int, feeds: dict[int, memoryview]) -> bool:
-    """Writes what fits. False once all is written, or nobody is left to read it."""
-    try:
-        feeds[fd] = feeds[fd][os.write(fd, feeds[fd][:_MAX_PIPE_BYTES]) :]
-    except BlockingIOError:
-        return True
-    except BrokenPipeError:
-        return False
-    return bool(feeds[fd])
 
 
 def _supervise(isolated: bool, uid: int | None, filter_: Filter) -> int:

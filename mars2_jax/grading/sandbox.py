@@ -24,7 +24,7 @@ _SWITCHES = (
 )
 _CONTAINER_FILES = (".dockerenv", "run/.containerenv", "var/run/secrets/kubernetes.io")
 _PACKAGE = Path(__file__).resolve().parent.parent
-_RUN_INSIDE = ("runner", "child", "seccomp", "system", "values")
+_RUN_INSIDE = ("runner", "child", "pipes", "seccomp", "system", "values")
 _MODULES = ("__init__.py", "grading/__init__.py", *(f"grading/{m}.py" for m in _RUN_INSIDE))
 _INSIDE = "/grader"
 
