@@ -133,7 +133,7 @@ class Checkers:
         return frame if isinstance(frame, dict) else None
 
 
-def _load(specs: Sequence[str]) -> dict[str, Callable[[Any, Any, Any], bool]]:
+def _load(specs: Sequence[str]) -> dict[str, Callable[[Any, Any, Any], Any]]:
     found = {}
     for name, (module, function) in parse_checkers(specs).items():
         try:
@@ -149,7 +149,7 @@ def _load(specs: Sequence[str]) -> dict[str, Callable[[Any, Any, Any], bool]]:
     return found
 
 
-def _answer(checkers: dict[str, Callable[[Any, Any, Any], bool]], request: Any) -> dict[str, Any]:
+def _answer(checkers: dict[str, Callable[[Any, Any, Any], Any]], request: Any) -> dict[str, Any]:
     name, *values = request
     try:
         said = checkers[name](*map(decode, values))

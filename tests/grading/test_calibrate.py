@@ -66,11 +66,11 @@ def test_every_problem_once_and_in_order():
 def test_with_a_real_grader():
     """A program that passes in the problem's own time is too slow for the reference's."""
     spin = "import time\nend = time.process_time() + {}\nwhile time.process_time() < end: pass\nprint(1)"
-    before = problem("p", spin.format(0.02), cpu_seconds=3.0)
+    before = problem("p", spin.format(0.02), cpu_seconds=2.0)
     with Grader("none", workers=1) as grader:
         (after,) = calibrate([before], grader, factor=5.0, floor=0.1).problems
-        assert 0.1 <= after.limits.cpu_seconds < 1.0
-        slow = spin.format(1.2)
+        assert 0.1 <= after.limits.cpu_seconds < 0.5
+        slow = spin.format(0.6)
         assert grader.grade(slow, before).verdict is Verdict.PASS
         assert grader.grade(slow, after).verdict is Verdict.TIMEOUT
         assert grader.grade(after.reference, after).verdict is Verdict.PASS

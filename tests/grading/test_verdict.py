@@ -7,7 +7,7 @@ import pytest
 from mars2_jax.grading.verdict import Grade, Verdict, reward
 from mars2_jax.grading.verdict import TestResult as Result  # pytest would take a name that starts with Test for a test
 
-P, W = Result(Verdict.PASS), TestResult(Verdict.WRONG)
+P, W = Result(Verdict.PASS), Result(Verdict.WRONG)
 
 
 @pytest.mark.parametrize(
