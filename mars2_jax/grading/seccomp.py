@@ -119,7 +119,7 @@ def available() -> bool:
 
 def prepare() -> ctypes.Array[ctypes.c_char] | None:
     """The filter for `install`, or None where there is none."""
-    return ctypes.create_string_buffer(_program()) if available() else None
+    return ctypes.create_string_buffer(_program(os.uname().machine)) if available() else None
 
 
 def install(program: ctypes.Array[ctypes.c_char]) -> None:
@@ -134,8 +134,8 @@ def install(program: ctypes.Array[ctypes.c_char]) -> None:
         raise OSError(ctypes.get_errno(), "the seccomp filter cannot be installed")
 
 
-def _program() -> bytes:
-    column, architecture = _MACHINES[os.uname().machine]
+def _program(machine: str) -> bytes:
+    column, architecture = _MACHINES[machine]
     lines: list[tuple[int, int, str, str]] = []  # code, operand, where to jump if true, and if false ("" goes on)
     labels: dict[str, int] = {}
 

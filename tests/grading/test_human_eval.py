@@ -81,10 +81,12 @@ def check_mutants(grader, cases, share):
     mutants = [(mutate(program, problem.entry_point, pick), problem) for program, problem in cases]
     limits = Limits(cpu_seconds=1.0)
     mutants = [(m, dataclasses.replace(p, limits=limits)) for m, p in mutants if m is not None]
-    assert len(mutants) > 0.9 * len(cases)
+    # Some functions are a call or two, with nothing to change.
+    assert len(mutants) > 0.8 * len(cases)
     grades = [grader.wait(t) for t in [grader.submit(*mutant) for mutant in mutants]]
     passed = [mutant for mutant, grade in zip(mutants, grades, strict=True) if grade.verdict is Verdict.PASS]
     assert Verdict.INFRA not in {grade.verdict for grade in grades}
+    print(f"{len(passed)} of {len(mutants)} mutants pass")
     assert len(passed) <= (1 - share) * len(mutants), f"{len(passed)} of {len(mutants)}"
     assert [program for program, problem in passed if not passes_plainly(program, problem)] == []
 

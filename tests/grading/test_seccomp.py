@@ -1,6 +1,8 @@
 """The filter forbids what it names and nothing that ordinary Python needs."""
 
+import errno
 import os
+import struct
 import subprocess
 import sys
 import textwrap
@@ -161,3 +163,50 @@ def test_other_machines_have_none(monkeypatch, machine):
     monkeypatch.setattr(os, "uname", lambda: os.uname_result(("Linux", "h", "6", "v", machine)))
     assert not seccomp.available()
     assert seccomp.prepare() is None
+
+
+ALLOW, EPERM, ENOSYS = 0x7FFF0000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
+
+
+def verdict(program, architecture, number, argument=0):
+    """What the kernel makes of a call: an interpreter of the instructions that the filter has."""
+    data = struct.pack("=IIQ6Q", number, architecture, 0, argument, 0, 0, 0, 0, 0)
+    lines = list(struct.iter_unpack("=HBBI", program))
+    accumulator, at = 0, 0
+    while True:
+        code, true, false, operand = lines[at]
+        at += 1
+        if code == 0x20:
+            (accumulator,) = struct.unpack_from("=I", data, operand)
+        elif code == 0x06:
+            return operand
+        else:
+            holds = {0x15: accumulator == operand, 0x35: accumulator >= operand, 0x45: bool(accumulator & operand)}
+            at += true if holds[code] else false
+
+
+@pytest.mark.parametrize(
+    ("machine", "architecture", "read", "clone", "clone3", "socket", "prlimit", "unshare"),
+    [("x86_64", 0xC000003E, 0, 56, 435, 41, 302, 272), ("aarch64", 0xC00000B7, 63, 220, 435, 198, 261, 97)],
+)
+def test_the_filter_of_each_machine(machine, architecture, read, clone, clone3, socket, prlimit, unshare):
+    program = seccomp._program(machine)
+    call = lambda *arguments: verdict(program, architecture, *arguments)
+    column = seccomp._MACHINES[machine][0]
+    numbers = {numbers[column] for numbers in seccomp._FORBIDDEN.values()} - {None}
+    assert unshare in numbers
+    special = {clone, clone3, socket, socket + 12 if column == 0 else socket + 1, prlimit}
+    for number in range(600):
+        if number not in special:
+            assert call(number) == (EPERM if number in numbers else ALLOW), number
+    assert call(read, 2**64 - 1) == ALLOW
+    assert call(clone, 0x01200011) == call(clone, 0x003D0F00) == ALLOW  # fork and thread
+    for bit in (0x20000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000):
+        assert call(clone, bit | 17) == EPERM
+    assert call(clone3) == ENOSYS
+    for family in special - {clone, clone3, prlimit}:
+        assert [call(family, domain) for domain in (1, 2, 10, 16, 17)] == [ALLOW] + [EPERM] * 4
+    assert [call(prlimit, pid) for pid in (0, 1, 1234)] == [ALLOW, EPERM, EPERM]
+    # The calls of another architecture, and on x86-64 those of its x32.
+    assert verdict(program, 0x40000003, read) == EPERM
+    assert call(0x40000000 + read) == (EPERM if column == 0 else ALLOW)
