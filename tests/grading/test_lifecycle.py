@@ -206,6 +206,17 @@ def test_a_service_that_keeps_dying_is_given_up(own_grader):
         own_grader.submit(QUICK, PROBLEM)
 
 
+def test_a_service_that_cannot_be_started_again_voids_what_is_open(own_grader, tmp_path, monkeypatch):
+    ticket = own_grader.submit(ENDLESS, PROBLEM)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    kill_service(own_grader)
+    grade = own_grader.wait(ticket)
+    assert grade.verdict is Verdict.INFRA
+    assert "a new one does not start: bubblewrap is not installed" in grade.public[0].error
+    with pytest.raises(RuntimeError, match="bubblewrap is not installed"):
+        own_grader.submit(QUICK, PROBLEM)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_service_that_is_told_to_stop_takes_everything_along(own_grader, number):
     own_grader.submit(ENDLESS, PROBLEM)
