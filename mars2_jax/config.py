@@ -19,6 +19,7 @@ from ml_collections import ConfigDict, FrozenConfigDict
 
 from mars2_jax.errors import ConfigError
 from mars2_jax.files import write_atomically
+from mars2_jax.grading.checkers import parse_checkers
 from mars2_jax.roster import check_roster
 
 __all__ = ["agent_config", "as_json", "check_key", "default_config", "describe_type", "validate", "write_config"]
@@ -183,6 +184,15 @@ def default_config() -> ConfigDict:
                 reward="all",
                 # Tests that pay while training: "all" or "public".
                 reward_tests="all",
+                # Functions that problems may name as their `compare`, each "name=module:function" of a module that can
+                # be imported: (test input, expected, actual) -> bool. They are trusted: they run outside the sandbox.
+                checkers=(),
+                # Grades kept, so that the same program with the same tests is run once; 0 keeps none.
+                cache=1024,
+                # CPU limit of a problem: so many times what the slowest test of its reference takes (measured at the
+                # start), from time_floor seconds up to the problem's own limit. 0 leaves all limits alone.
+                time_factor=0.0,
+                time_floor=1.0,
             ),
             learning=dict(
                 # "mars2" or "grpo".
@@ -312,6 +322,9 @@ _RANGES: dict[str, tuple[str, float | None, float | None, str]] = {
     "rollout.top_p": ("(", 0, 1, "]"),
     "rollout.min_p": ("[", 0, 1, ")"),
     "grading.workers": ("[", 0, None, ")"),
+    "grading.cache": ("[", 0, None, ")"),
+    "grading.time_factor": ("[", 0, None, ")"),
+    "grading.time_floor": ("(", 0, None, ")"),
     "learning.gamma": ("[", 0, None, ")"),
     "learning.lam": ("[", 0, 1, "]"),
     "learning.clip_low": ("[", 0, 1, "]"),
@@ -465,6 +478,7 @@ def _check_combinations(config: ConfigDict) -> None:
         _check_mesh("rollout.mesh", config.rollout.mesh.to_dict(), ", or all three 0 for config.mesh")
     check_roster(config, agent_config())
     _check_search(config)
+    _check_grading(config.grading)
     learning = config.learning
     if learning.train_batch_size % learning.micro_batch_size:
         raise ConfigError(
@@ -485,6 +499,19 @@ def _check_combinations(config: ConfigDict) -> None:
     if learning.tis == "off" and learning.tis_veto > 0:
         raise ConfigError(
             f"config.learning.tis_veto is {learning.tis_veto}, but config.learning.tis is 'off'; set tis to use it"
+        )
+
+
+def _check_grading(grading: ConfigDict) -> None:
+    parse_checkers(grading.checkers)
+    factor, floor = grading.time_factor, grading.time_floor
+    if 0 < factor <= 1:
+        raise ConfigError(
+            f"config.grading.time_factor is {factor}; it must be above 1, or references would fail, or 0 for off"
+        )
+    if not factor and floor != default_config().grading.time_floor:
+        raise ConfigError(
+            f"config.grading.time_floor is {floor}, but config.grading.time_factor is 0, which sets no limits: set it"
         )
 
 

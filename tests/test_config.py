@@ -120,6 +120,11 @@ def test_a_value_of_another_type_is_refused(name, value):
         ("learning.dual_clip", 1.1, "must be above 1 .+ config.learning.clip_high"),
         ("learning.overlong_factor", 1.0, "overlong_buffer is 0; .* between 1 and .*max_new_tokens, which is 256"),
         ("learning.tis_veto", 1e-4, "config.learning.tis is 'off'"),
+        ("grading.cache", -1, "at least 0"),
+        ("grading.checkers", ("close",), r"checkers has 'close'; each must be 'name=module:function'"),
+        ("grading.checkers", ("exact=m:f",), "'exact' is built in"),
+        ("grading.time_factor", 0.5, "is 0.5; it must be above 1, .* or 0 for off"),
+        ("grading.time_floor", 0.5, "time_floor is 0.5, but config.grading.time_factor is 0"),
         ("seed", -1, "at least 0"),
     ],
 )

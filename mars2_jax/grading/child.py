@@ -64,12 +64,12 @@ def compile_program(source: str, output: int) -> int:
     return 0
 
 
-def script(code: bytes, source: str) -> int:
-    """Runs a program as `__main__`, with real pipes as its standard streams."""
+def script(code: bytes | None, source: str) -> int:
+    """Runs a program as `__main__`, with real pipes as its standard streams. `code` None: compiles it first."""
     return _as_program(code, source, "__main__", lambda module: None)
 
 
-def function(code: bytes, source: str, entry_point: str) -> int:
+def function(code: bytes | None, source: str, entry_point: str) -> int:
     """Runs a program as a module, then answers calls of its entry point until the caller hangs up.
 
     A reply is `{"value": form}`, `{"raise": [type, message, traceback]}` or `{"not_carried": what}`.
@@ -90,7 +90,7 @@ def function(code: bytes, source: str, entry_point: str) -> int:
     return _as_program(code, source, "program", serve)
 
 
-def _as_program(code: bytes, source: str, name: str, then: Callable[[types.ModuleType], None]) -> int:
+def _as_program(code: bytes | None, source: str, name: str, then: Callable[[types.ModuleType], None]) -> int:
     # The interpreter's own stdin, stdout and stderr are at hand: nothing has been read or written through them, and
     # their descriptors lead to this test's pipes by now.
     sys.argv = [_PROGRAM]
@@ -100,7 +100,8 @@ def _as_program(code: bytes, source: str, name: str, then: Callable[[types.Modul
     _keep_source(_PROGRAM, source)
     status = 0
     try:
-        exec(marshal.loads(code), module.__dict__)
+        compiled = compile(source, _PROGRAM, "exec", dont_inherit=True) if code is None else marshal.loads(code)
+        exec(compiled, module.__dict__)
         then(module)
     except SystemExit as leaving:
         status = _exit_status(leaving)

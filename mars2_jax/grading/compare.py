@@ -1,33 +1,44 @@
-"""The trusted side of a test: from what a program's process left behind to a verdict. Runs in the service only.
+"""When two outputs, or two returned values, are the same: the comparators that a problem chooses from by name.
 
-A program's output is data here and nothing else: it is parsed into exact builtins before it meets what was expected.
+A program's output is data here and nothing else: it has been parsed into exact builtins before it comes here.
+
+============  ====================================================  ==================================================
+comparator    standard output                                       returned value
+============  ====================================================  ==================================================
+"tokens"      token by token; numbers as in `same_output`           as Python's `==`, with tolerance for floats: see
+                                                                    `same_value`
+"exact"       equal but for white space at the ends of lines and    equal in type and value at every level; neither
+              empty lines at the end                                tolerance nor lists for tuples
+"floats"      token by token; any two numbers within `TOLERANCE`,   as "tokens", and any two numbers within
+              integers too                                          `TOLERANCE`, integers too
+"unordered"   the lines that are not blank, in any order; each as   the items of the outermost list or tuple in any
+              in "tokens"                                           order; each as in "tokens"
+============  ====================================================  ==================================================
+
+Members of sets and keys of dicts are always compared as by `==` (by "exact" in their types, too).
 """
 
 from __future__ import annotations
 
 import math
-import os
 import re
-import signal
+from collections.abc import Callable, Hashable
 from decimal import Decimal
+from fractions import Fraction
+from functools import partial
 from typing import Any
 
-from mars2_jax.grading.values import NotCarried, decode, loads
-from mars2_jax.grading.verdict import TestResult, Verdict
+from mars2_jax.grading.matching import Number, Shape, same_in_any_order
+from mars2_jax.grading.values import dumps, encode
 
-__all__ = ["MAX_TEXT", "TOLERANCE", "compile_failure", "judge", "same_output", "same_value", "tidy"]
+__all__ = ["COMPARATORS", "TOLERANCE", "same_output", "same_value"]
 
 TOLERANCE = 1e-6
 """Relative and absolute tolerance where a number is not an integer."""
 
-MAX_TEXT = 1000
-"""Characters kept of what a program printed, returned or raised."""
-
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?", re.ASCII)
 _INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
-_ERROR_LINES = 12
-_OUR_FRAMES = re.compile(r'  File "[^"]*/mars2_jax/grading/\w+\.py", line \d+, in [^\n]*\n(    [^\n]*\n)*')
-_LIBRARY = re.compile(r'File "[^"]*/lib/python[\d.]+/')
+_LINE_END = " \t\r\v\f"
 
 
 def same_output(expected: str, actual: str) -> bool:
@@ -36,19 +47,7 @@ def same_output(expected: str, actual: str) -> bool:
     Where the expected token is an integer, the other must be the same number ("3.0" is, "3.0000001" is not). Where it
     is a number with a point or an exponent, a difference within `TOLERANCE` is accepted. Other tokens must be equal.
     """
-    left, right = expected.split(), actual.split()
-    return len(left) == len(right) and all(map(_same_token, left, right))
-
-
-def _same_token(expected: str, actual: str) -> bool:
-    if expected == actual:
-        return True
-    if not (_NUMBER.fullmatch(expected) and _NUMBER.fullmatch(actual)):
-        return False
-    if _INTEGER.fullmatch(expected):
-        return Decimal(expected) == Decimal(actual)
-    left, right = float(expected), float(actual)
-    return math.isfinite(right) and math.isclose(left, right, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    return _same_tokens(expected.split(), actual.split())
 
 
 def same_value(expected: Any, actual: Any) -> bool:
@@ -57,131 +56,170 @@ def same_value(expected: Any, actual: Any) -> bool:
     As Python's `==`, except: lists and tuples of equal items agree; floats agree within `TOLERANCE` where the expected
     number is a float and one of the two is not an integer; NaN agrees with NaN.
     """
+    return _same_value(expected, actual, _same_number)
+
+
+def _same_tokens(expected: list[str], actual: list[str], integers: bool = False) -> bool:
+    return len(expected) == len(actual) and all(map(partial(_same_token, integers=integers), expected, actual))
+
+
+def _same_token(expected: str, actual: str, integers: bool = False) -> bool:
+    """`integers`: the tolerance is for them, too."""
+    if expected == actual:
+        return True
+    if not (_NUMBER.fullmatch(expected) and _NUMBER.fullmatch(actual)):
+        return False
+    if not integers and _INTEGER.fullmatch(expected):
+        return Decimal(expected) == Decimal(actual)
+    left, right = float(expected), float(actual)
+    if math.isfinite(left) and math.isfinite(right):
+        return math.isclose(left, right, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    # Beyond the range of floats. The largest exponent that `_NUMBER` lets through is harmless here.
+    exact = Decimal(expected), Decimal(actual)
+    return abs(exact[0] - exact[1]) <= Decimal(TOLERANCE) * max(map(abs, exact))
+
+
+def _same_value(expected: Any, actual: Any, same_number: Callable[[Any, Any], bool]) -> bool:
     if isinstance(expected, list | tuple):
         if not isinstance(actual, list | tuple) or len(expected) != len(actual):
             return False
-        return all(map(same_value, expected, actual))
+        return all(_same_value(*pair, same_number) for pair in zip(expected, actual, strict=True))
     if isinstance(expected, dict):
         if not isinstance(actual, dict) or len(expected) != len(actual):
             return False
-        return all(key in actual and same_value(value, actual[key]) for key, value in expected.items())
-    if isinstance(expected, float) and isinstance(actual, int | float):
-        return expected == actual or _close(expected, actual)
+        return all(key in actual and _same_value(value, actual[key], same_number) for key, value in expected.items())
+    if _is_number(expected) and _is_number(actual):
+        return same_number(expected, actual)
     return bool(expected == actual)
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+def _same_number(expected: float, actual: float) -> bool:
+    if expected == actual or not isinstance(expected, float):
+        return expected == actual
+    if expected.is_integer() and (isinstance(actual, int) or actual.is_integer()):
+        return False
+    return _close(expected, actual)
+
+
 def _close(expected: float, actual: float) -> bool:
+    """Within `TOLERANCE`; NaN and NaN are."""
     try:
-        actual = float(actual)
+        left, right = float(expected), float(actual)
     except OverflowError:  # An integer beyond the range of floats.
-        return False
-    if math.isnan(expected) or math.isnan(actual):
-        return math.isnan(expected) and math.isnan(actual)
-    if expected.is_integer() and actual.is_integer():
-        return False
-    return math.isclose(expected, actual, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+        if any(isinstance(x, float) and not math.isfinite(x) for x in (expected, actual)):
+            return False
+        exact = Fraction(expected), Fraction(actual)
+        return abs(exact[0] - exact[1]) <= Fraction(TOLERANCE) * max(map(abs, exact))
+    if math.isnan(left) or math.isnan(right):
+        return math.isnan(left) and math.isnan(right)
+    return math.isclose(left, right, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 
-def judge(test: dict[str, Any], report: dict[str, Any]) -> TestResult:
-    """The result of one test.
-
-    Args:
-      test: the test with what it expects, as `grader.py` sends it.
-      report: what the supervisor saw (see runner.py). Its texts are untrusted.
-    """
-    cpu = float(report["cpu"])
-    ended = {"cpu": Verdict.TIMEOUT, "wall": Verdict.TIMEOUT, "memory": Verdict.MEMORY, "output": Verdict.OUTPUT}
-    stopped = ended.get(report["end"])
-    if stopped is not None:
-        limit = {"cpu": "CPU time", "wall": "wall time", "memory": "memory", "output": "output size"}[report["end"]]
-        return TestResult(stopped, _clip(report["stdout"] or ""), f"stopped at the limit of {limit}", cpu)
-    if test["kind"] == "assert":
-        verdict, actual, error = _judge_assertions(report)
-    elif _failed(report):
-        verdict, actual, error = _failure(report), report["stdout"] or "", _error(report)
-    elif test["kind"] == "stdio":
-        verdict = Verdict.PASS if same_output(test["stdout"], report["stdout"]) else Verdict.WRONG
-        actual, error = report["stdout"], ""
-    else:
-        verdict, actual, error = _judge_call(test, report)
-    return TestResult(verdict, _clip(actual), _printable(error)[-MAX_TEXT:], cpu)
+def _exact_output(expected: str, actual: str) -> bool:
+    return _lines(expected) == _lines(actual)
 
 
-def compile_failure(report: dict[str, Any]) -> TestResult:
-    """The result of every test of a program that could not be compiled."""
-    return judge({"kind": "stdio", "stdout": ""}, {**report, "status": report["status"] or 256})
+def _lines(text: str) -> list[str]:
+    lines = [line.rstrip(_LINE_END) for line in text.split("\n")]
+    while lines and not lines[-1]:
+        lines.pop()
+    return lines
 
 
-def _judge_call(test: dict[str, Any], report: dict[str, Any]) -> tuple[Verdict, str, str]:
-    try:
-        reply = loads(report["value"].encode())
-        if not isinstance(reply, dict):
-            raise NotCarried("not a reply")
-        if "raise" in reply:
-            name, _, text = (str(part) for part in reply["raise"])
-            return (Verdict.MEMORY if name == "MemoryError" else Verdict.ERROR), "", tidy(text)
-        if "not_carried" in reply:
-            return Verdict.ERROR, "", f"the program returned {str(reply['not_carried'])[:200]}, which is no plain value"
-        value = decode(reply["value"])
-    except (NotCarried, KeyError, TypeError, ValueError, RecursionError):
-        return Verdict.ERROR, "", "the program ended before it returned a value"
-    same = same_value(decode(test["expected"]), value)
-    return (Verdict.PASS if same else Verdict.WRONG), _shown(value), ""
+def _exact_value(expected: Any, actual: Any) -> bool:
+    return _canonical(expected) == _canonical(actual)
 
 
-def _shown(value: Any) -> str:
-    try:
-        return repr(value)
-    except (ValueError, RecursionError):  # Python refuses to write integers of thousands of digits.
-        return f"({type(value).__name__} too long to show)"
+def _canonical(value: Any) -> bytes:
+    """A text that two values share where they are equal in type and value at every level."""
+    if isinstance(value, list | tuple):
+        return b"%s(%s)" % (type(value).__name__.encode(), b",".join(map(_canonical, value)))
+    if isinstance(value, set | frozenset):
+        return b"%s(%s)" % (type(value).__name__.encode(), b",".join(sorted(map(_canonical, value))))
+    if isinstance(value, dict):
+        return b"dict(%s)" % b",".join(sorted(_canonical(k) + b":" + _canonical(v) for k, v in value.items()))
+    if isinstance(value, float) and value == 0.0:  # The two zeros are equal.
+        return b"0.0"
+    return dumps(encode(value))
 
 
-def _judge_assertions(report: dict[str, Any]) -> tuple[Verdict, str, str]:
-    try:
-        outcome = loads(report["outcome"].encode())
-        said, kind, error, actual = (str(outcome[key]) for key in ("outcome", "kind", "error", "actual"))
-    except (NotCarried, KeyError, TypeError):
-        return Verdict.ERROR, "", "the assertions did not come to an end: " + _error(report)
-    if said == "error" and kind == "end":
-        return _failure(report), "", _error(report)
-    verdict = {"pass": Verdict.PASS, "wrong": Verdict.WRONG, "infra": Verdict.INFRA}.get(said, Verdict.ERROR)
-    if said == "error" and kind == "MemoryError":
-        verdict = Verdict.MEMORY
-    return verdict, actual, "" if said == "pass" else tidy(error)
+def _floats_output(expected: str, actual: str) -> bool:
+    return _same_tokens(expected.split(), actual.split(), integers=True)
 
 
-def _failed(report: dict[str, Any]) -> bool:
-    return bool(report["status"] != 0)
+def _floats_value(expected: Any, actual: Any) -> bool:
+    return _same_value(expected, actual, _same_number_within)
 
 
-def _failure(report: dict[str, Any]) -> Verdict:
-    # Nobody but the kernel, out of memory, sends SIGKILL to a program whose test has not been stopped.
-    killed = os.WIFSIGNALED(report["status"]) and os.WTERMSIG(report["status"]) == signal.SIGKILL
-    last = report["stderr"].strip().rpartition("\n")[2]
-    return Verdict.MEMORY if killed or last.startswith("MemoryError") else Verdict.ERROR
+def _same_number_within(expected: float, actual: float) -> bool:
+    # True and False are answers, not quantities.
+    if isinstance(expected, bool) or isinstance(actual, bool):
+        return expected == actual
+    return _close(expected, actual)
 
 
-def _error(report: dict[str, Any]) -> str:
-    text = tidy(report["stderr"])
-    if os.WIFSIGNALED(report["status"]):
-        name = signal.Signals(os.WTERMSIG(report["status"])).name
-        return f"{text}\nkilled by {name}".strip()
-    code = os.waitstatus_to_exitcode(report["status"])
-    return text or (f"the program exited with status {code}" if code else "the program ended before it returned")
+def _unordered_output(expected: str, actual: str) -> bool:
+    left, right = ([tokens for line in text.split("\n") if (tokens := line.split())] for text in (expected, actual))
+    return same_in_any_order(left, right, _same_tokens, _shape_of_tokens)
 
 
-def tidy(text: str) -> str:
-    """The last lines of a traceback, without the grader's frames and with the library's paths shortened."""
-    text = _LIBRARY.sub('File "', _OUR_FRAMES.sub("", text)).strip()
-    return "\n".join(text.splitlines()[-_ERROR_LINES:])[-MAX_TEXT:]
+def _unordered_value(expected: Any, actual: Any) -> bool:
+    if isinstance(expected, list | tuple) and isinstance(actual, list | tuple):
+        return same_in_any_order(expected, actual, same_value, _shape_of_value)
+    return same_value(expected, actual)
 
 
-def _printable(text: str) -> str:
-    """The text with lone surrogates written out: a program may raise or return them, and no tokenizer or file takes
-    them."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+def _shape_of_tokens(tokens: list[str]) -> Shape:
+    skeleton: list[str | None] = []
+    numbers: list[Number] = []
+    exact: list[bool] = []
+    for token in tokens:
+        number = _NUMBER.fullmatch(token) is not None
+        skeleton.append(None if number else token)
+        if number:
+            numbers.append(Decimal(token))
+            exact.append(_INTEGER.fullmatch(token) is not None)
+    return Shape(tuple(skeleton), tuple(numbers), tuple(exact))
 
 
-def _clip(text: str) -> str:
-    text = _printable(text)
-    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 3] + "..."
+def _shape_of_value(value: Any) -> Shape:
+    numbers: list[Number] = []
+    skeleton = _skeleton(value, numbers)
+    return Shape(skeleton, tuple(numbers), tuple(not isinstance(number, float) for number in numbers))
+
+
+def _skeleton(value: Any, numbers: list[Number]) -> Hashable:
+    """What values must share to agree, their numbers apart, which are added to `numbers` in an order of its own."""
+    if isinstance(value, list | tuple):
+        return "list", tuple(_skeleton(item, numbers) for item in value)
+    if isinstance(value, dict):
+        # Agreeing dicts have equal keys, in whatever order; equal keys have equal hashes, and few others have.
+        items = sorted(value.items(), key=lambda item: hash(item[0]))
+        if len({hash(key) for key in value}) < len(items):
+            return "dict", frozenset(value)
+        return "dict", tuple((key, _skeleton(item, numbers)) for key, item in items)
+    if isinstance(value, set | frozenset):
+        return "set", frozenset(value)
+    if isinstance(value, complex) and not value.imag:  # As a number, it may equal one.
+        value = value.real
+    if _is_number(value):
+        if value != value:
+            return "nan"
+        numbers.append(value)
+        return None
+    return "value", value
+
+
+_Same = Callable[[Any, Any], bool]
+
+COMPARATORS: dict[str, tuple[_Same, _Same]] = {
+    "tokens": (same_output, same_value),
+    "exact": (_exact_output, _exact_value),
+    "floats": (_floats_output, _floats_value),
+    "unordered": (_unordered_output, _unordered_value),
+}
+"""Name -> whether (expected, actual) agree, of standard outputs and of returned values."""

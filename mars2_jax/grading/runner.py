@@ -3,9 +3,9 @@
 Standard library only. Run by `sandbox.command`. Frames (see values.py) come in on descriptor 0 and go out on 1::
 
     service                                     supervisor
-    {"program", "entry_point", "limits"}   ->
-                                           <-   {"compiled": true} or {"compiled": false, ..report}
-    {"kind": "stdio", "stdin"}             ->
+    {"program", "entry_point", "limits", "compile"}   ->
+                                           <-   with "compile": {"compiled": true} or {"compiled": false, ..report}
+    {"kind": "stdio", "bytes"}, the stdin  ->   (as it is, of so many bytes)
                                            <-   report
     {"kind": "call", "call"}               ->
                                            <-   report
@@ -14,7 +14,8 @@ Standard library only. Run by `sandbox.command`. Frames (see values.py) come in 
     {"kind": "end"}                        ->
 
 A report is `{"end", "status", "cpu", "stdout", "stderr", "value", "outcome"}`: what stopped the test ("exit", "cpu",
-"wall", "memory", "output"), the wait status of the program, CPU seconds, and what came out of the pipes.
+"wall", "memory", "output"), the wait status of the program, CPU seconds, and what came out of the pipes. Bytes of the
+standard output that are not UTF-8 are surrogates there.
 
 The zygote never reads a frame, so no program finds another one's text in its memory. The supervisor reads inputs,
 never expected outputs or assertions. Under bubblewrap the supervisor is process 1 of a namespace of its own, so
@@ -24,94 +25,32 @@ else hides its memory from them.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import fcntl
 import os
 import resource
 import select
+import stat
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from typing import Any
 
-from mars2_jax.grading import child, system
-from mars2_jax.grading.values import dumps, read_frame, write_frame
+from mars2_jax.grading import child, seccomp, system
+from mars2_jax.grading.pipes import Pipes, Sink, drain, feed
+from mars2_jax.grading.values import dumps, read_exactly, read_frame, write_frame
 
 __all__ = ["main"]
+
+Filter = ctypes.Array[ctypes.c_char] | None
+"""What `seccomp.prepare` returns; None where programs run without a filter."""
 
 _POLL_SECONDS = 0.05
 _STDERR_TAIL = 16 << 10
 _STDERR_CAP = 8 << 20
 _COMPILED_CAP = 64 << 20
-
-
-@dataclasses.dataclass
-class _Sink:
-    """The reading end of a pipe: keeps all bytes, or the last `tail`; more than `cap` in total ends the test."""
-
-    cap: int
-    tail: int | None = None
-    data: bytearray = dataclasses.field(default_factory=bytearray)
-    total: int = 0
-
-    def add(self, part: bytes) -> bool:
-        self.total += len(part)
-        self.data += part
-        if self.tail is not None and len(self.data) > 2 * self.tail:
-            del self.data[: -self.tail]
-        return self.total <= self.cap
-
-
-class _Pipes:
-    """The pipes between the supervisor and the processes of one test; all are closed at its end."""
-
-    def __init__(self) -> None:
-        self._ours: set[int] = set()
-        self._theirs: set[int] = set()
-        self.sinks: dict[int, _Sink] = {}
-        self.feeds: dict[int, memoryview] = {}
-        self.null = self._keep(os.open(os.devnull, os.O_RDWR))
-
-    def _keep(self, fd: int) -> int:
-        self._theirs.add(fd)
-        return fd
-
-    def output(self, sink: _Sink) -> int:
-        """A pipe that fills `sink`. Returns the end for the child."""
-        ours, theirs = os.pipe()
-        os.set_blocking(ours, False)
-        self._ours.add(ours)
-        self.sinks[ours] = sink
-        return self._keep(theirs)
-
-    def input(self, data: bytes) -> int:
-        """A pipe that is fed `data`. Returns the end for the child."""
-        theirs, ours = os.pipe()
-        os.set_blocking(ours, False)
-        self._ours.add(ours)
-        self.feeds[ours] = memoryview(data)
-        return self._keep(theirs)
-
-    def between(self) -> tuple[int, int]:
-        """A pipe from one child to another: (reading end, writing end)."""
-        reader, writer = os.pipe()
-        return self._keep(reader), self._keep(writer)
-
-    def close_theirs(self) -> None:
-        for fd in self._theirs:
-            os.close(fd)
-        self._theirs.clear()
-
-    def close_ours(self, fd: int) -> None:
-        os.close(fd)
-        self._ours.discard(fd)
-        self.feeds.pop(fd, None)
-
-    def close(self) -> None:
-        self.close_theirs()
-        for fd in list(self._ours):
-            self.close_ours(fd)
 
 
 class _Supervisor:
@@ -128,60 +67,75 @@ class _Supervisor:
         self._wall: float = limits["wall_seconds"]
         self._memory_mb: int = limits["memory_mb"]
         self._output_cap: int = limits["output_kb"] << 10
-        self._code = b""
+        self._compile: bool = job["compile"]
+        self._null = os.open(os.devnull, os.O_RDWR)
+        self._mapped = system.mapped()
+        self._code: bytes | None = None
 
     def serve(self) -> None:
-        code = _Sink(_COMPILED_CAP)
-        report = self._run(lambda pipes: self._start_compiler(pipes, code))
-        if report["end"] != "exit" or report["status"] != 0:
-            write_frame(1, {"compiled": False, **report})
+        if self._compile and not self._compiled():
             return
-        self._code = bytes(code.data)
-        write_frame(1, {"compiled": True})
         kinds = {"stdio": self._start_script, "call": self._start_call, "assert": self._start_assertions}
         while (test := read_frame(0)) is not None and test["kind"] != "end":
             start = kinds[test["kind"]]
             write_frame(1, self._run(lambda pipes, start=start, test=test: start(pipes, test)))  # type: ignore[misc]
 
-    def _start_compiler(self, pipes: _Pipes, code: _Sink) -> _Test:
-        stderr = _Sink(_STDERR_CAP, _STDERR_TAIL)
-        fds = [pipes.null, pipes.null, pipes.output(stderr), pipes.output(code)]
+    def _compiled(self) -> bool:
+        """Compiles once for all tests. A program with one test does so in that test's process."""
+        code = Sink(_COMPILED_CAP)
+        report = self._run(lambda pipes: self._start_compiler(pipes, code))
+        if report["end"] != "exit" or report["status"] != 0:
+            write_frame(1, {"compiled": False, **report})
+            return False
+        self._code = bytes(code.data)
+        write_frame(1, {"compiled": True})
+        return True
+
+    def _start_compiler(self, pipes: Pipes, code: Sink) -> _Test:
+        stderr = Sink(_STDERR_CAP, _STDERR_TAIL)
+        fds = [self._null, self._null, pipes.output(stderr), pipes.output(code)]
         main = self._fork(fds, lambda: child.compile_program(self._source, 3))
         return _Test(main, main, stderr=stderr)
 
-    def _start_script(self, pipes: _Pipes, test: dict[str, Any]) -> _Test:
-        stdout, stderr = _Sink(self._output_cap), _Sink(_STDERR_CAP, _STDERR_TAIL)
-        stdin = test.pop("stdin").encode("utf-8", "surrogateescape")
+    def _start_script(self, pipes: Pipes, test: dict[str, Any]) -> _Test:
+        stdout, stderr = Sink(self._output_cap), Sink(_STDERR_CAP, _STDERR_TAIL)
+        stdin = read_exactly(0, test["bytes"])
+        if stdin is None:
+            raise BrokenPipeError("the service is gone")
         fds = [pipes.input(stdin), pipes.output(stdout), pipes.output(stderr)]
-        main = self._fork(fds, lambda: child.script(self._code, self._source))
+        main = self._fork(fds, lambda: child.script(self._code, self._source), held=2 * len(stdin))
         return _Test(main, main, stdout=stdout, stderr=stderr)
 
-    def _start_call(self, pipes: _Pipes, test: dict[str, Any]) -> _Test:
-        stdout, stderr = _Sink(self._output_cap), _Sink(_STDERR_CAP, _STDERR_TAIL)
-        value = _Sink(self._output_cap + 4)
+    def _start_call(self, pipes: Pipes, test: dict[str, Any]) -> _Test:
+        stdout, stderr = Sink(self._output_cap), Sink(_STDERR_CAP, _STDERR_TAIL)
+        value = Sink(self._output_cap + 4)
         call = dumps(test["call"])
         framed = len(call).to_bytes(4, "big") + call
-        fds = [pipes.null, pipes.output(stdout), pipes.output(stderr), pipes.input(framed), pipes.output(value)]
-        main = self._fork(fds, lambda: child.function(self._code, self._source, self._entry_point))
+        fds = [self._null, pipes.output(stdout), pipes.output(stderr), pipes.input(framed), pipes.output(value)]
+        call_function = lambda: child.function(self._code, self._source, self._entry_point)
+        main = self._fork(fds, call_function, held=2 * len(framed))
         return _Test(main, main, stdout=stdout, stderr=stderr, value=value)
 
-    def _start_assertions(self, pipes: _Pipes, test: dict[str, Any]) -> _Test:
-        stdout, stderr = _Sink(self._output_cap), _Sink(_STDERR_CAP, _STDERR_TAIL)
-        outcome = _Sink(1 << 20)
+    def _start_assertions(self, pipes: Pipes, test: dict[str, Any]) -> _Test:
+        stdout, stderr = Sink(self._output_cap), Sink(_STDERR_CAP, _STDERR_TAIL)
+        outcome = Sink(1 << 20)
         calls, results = pipes.between(), pipes.between()
         outcome_end = pipes.output(outcome)
         (outcome_reader,) = (fd for fd, sink in pipes.sinks.items() if sink is outcome)
-        fds = [pipes.null, pipes.null, pipes.null, results[0], calls[1], outcome_end, 0]
+        fds = [self._null, self._null, self._null, results[0], calls[1], outcome_end, 0]
         judge = self._fork(fds, lambda: child.assertions(self._entry_point, self._output_cap), trusted=True)
         select.select([outcome_reader], [], [])
         os.read(outcome_reader, 1)  # It has read its code: from here on a fork of this process cannot.
-        fds = [pipes.null, pipes.output(stdout), pipes.output(stderr), calls[0], results[1]]
+        fds = [self._null, pipes.output(stdout), pipes.output(stderr), calls[0], results[1]]
         program = self._fork(fds, lambda: child.function(self._code, self._source, self._entry_point))
         return _Test(program, judge, stdout=stdout, stderr=stderr, outcome=outcome)
 
-    def _fork(self, fds: list[int], body: Callable[[], int], *, trusted: bool = False) -> int:
+    def _fork(self, fds: list[int], body: Callable[[], int], *, trusted: bool = False, held: int = 0) -> int:
+        """Forks a process that has these descriptors and no others. `held`: bytes of this process's that are no use to
+        the other and do not count as its memory."""
         # The assertion process is trusted; its limit only ends a test that never ends by itself.
-        limits = system.limits(self._wall if trusted else self._cpu, self._memory_mb, processes=self._isolated)
+        seconds = self._wall if trusted else self._cpu
+        limits = system.limits(seconds, self._mapped + (self._memory_mb << 20) + held, processes=self._isolated)
         pid = os.fork()
         if pid:
             return pid
@@ -197,8 +151,10 @@ class _Supervisor:
             if uid is not None:
                 uid += trusted
                 if not trusted:
-                    for number in range(3):  # So that /dev/stdin can be opened.
-                        os.fchown(number, uid, uid)
+                    for number in range(3):
+                        # So that /dev/stdin can be opened. The null device is the host's, and must stay its own.
+                        if stat.S_ISFIFO(os.fstat(number).st_mode):
+                            os.fchown(number, uid, uid)
             for kind, pair in limits:
                 resource.setrlimit(kind, pair)
             system.forget_privileges(uid, hidden=trusted)
@@ -209,9 +165,9 @@ class _Supervisor:
         finally:
             os._exit(status)
 
-    def _run(self, start: Callable[[_Pipes], _Test]) -> dict[str, Any]:
+    def _run(self, start: Callable[[Pipes], _Test]) -> dict[str, Any]:
         """Starts the processes of a test, sees them to their end, and leaves nothing of them behind."""
-        pipes = _Pipes()
+        pipes = Pipes()
         test = None
         try:
             test = start(pipes)
@@ -220,7 +176,7 @@ class _Supervisor:
         finally:
             reaped = system.kill_descendants()
         for fd, sink in pipes.sinks.items():
-            if not _drain(fd, sink) and end == "exit":
+            if not drain(fd, sink) and end == "exit":
                 end = "output"
         pipes.close()
         if self._isolated:
@@ -231,7 +187,7 @@ class _Supervisor:
             end = "cpu"
         return {"end": end, "status": reaped[test.program][0], "cpu": cpu, **test.texts()}
 
-    def _watch(self, pipes: _Pipes, test: _Test) -> tuple[str, float]:
+    def _watch(self, pipes: Pipes, test: _Test) -> tuple[str, float]:
         """Feeds and drains the pipes until the main process ends or a limit is passed.
 
         Returns what ended the test, and the largest CPU time that was seen while it ran.
@@ -247,7 +203,7 @@ class _Supervisor:
         deadline = time.monotonic() + self._wall
         look = time.monotonic() + _POLL_SECONDS
         own: dict[int, float] = {}
-        seen, base = 0.0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        seen, base = 0.0, system.resident()  # Forks begin with what this process has.
         try:
             while True:
                 for fd, event in poller.poll(max(0.0, look - time.monotonic()) * 1000):
@@ -257,11 +213,11 @@ class _Supervisor:
                         system.kill_descendants()
                         os._exit(0)
                     if fd in pipes.feeds:
-                        if event & select.POLLERR or not _feed(fd, pipes.feeds):
+                        if event & select.POLLERR or not feed(fd, pipes.feeds):
                             poller.unregister(fd)
                             pipes.close_ours(fd)
                     elif event & select.POLLIN:
-                        if not _drain(fd, pipes.sinks[fd]):
+                        if not drain(fd, pipes.sinks[fd]):
                             return "output", seen
                     else:
                         poller.unregister(fd)
@@ -292,10 +248,10 @@ class _Test:
 
     program: int
     main: int
-    stderr: _Sink
-    stdout: _Sink | None = None
-    value: _Sink | None = None
-    outcome: _Sink | None = None
+    stderr: Sink
+    stdout: Sink | None = None
+    value: Sink | None = None
+    outcome: Sink | None = None
 
     def texts(self) -> dict[str, str | None]:
         sinks = {"stdout": self.stdout, "stderr": self.stderr, "value": self.value, "outcome": self.outcome}
@@ -303,40 +259,21 @@ class _Test:
         for name, sink in sinks.items():
             # The length in front of a frame is of no use here, and is not text.
             start = 4 if name in ("value", "outcome") else 0
-            texts[name] = None if sink is None else sink.data[start:].decode("utf-8", "replace")
+            errors = "surrogateescape" if name == "stdout" else "replace"
+            texts[name] = None if sink is None else sink.data[start:].decode("utf-8", errors)
         return texts
 
 
-def _drain(fd: int, sink: _Sink) -> bool:
-    """Reads what is there. False once the cap is passed."""
-    while True:
-        try:
-            part = os.read(fd, 1 << 16)
-        except BlockingIOError:
-            return True
-        if not part:
-            return True
-        if not sink.add(part):
-            return False
-
-
-def _feed(fd: int, feeds: dict[int, memoryview]) -> bool:
-    """Writes what fits. False once all is written, or nobody is left to read it."""
-    try:
-        feeds[fd] = feeds[fd][os.write(fd, feeds[fd][: 1 << 16]) :]
-    except BlockingIOError:
-        return True
-    except BrokenPipeError:
-        return False
-    return bool(feeds[fd])
-
-
-def _supervise(isolated: bool, uid: int | None) -> None:
+def _supervise(isolated: bool, uid: int | None, filter_: Filter) -> int:
+    """Serves one program. Returns the exit status."""
     system.hide_memory()
     limits = _own_limits()
     try:
         if isolated:
             system.fresh_mounts()
+            if filter_ is not None:
+                # Here and not in each fork, which it would make slower by a third.
+                seccomp.install(filter_)
         else:
             system.adopt_orphans()
         job = read_frame(0)
@@ -349,23 +286,22 @@ def _supervise(isolated: bool, uid: int | None) -> None:
         # A program that runs as the same user may lower this process's limits. That is its fault, not the grader's.
         tampered = _own_limits() != limits
         write_frame(1, {"fault": f"{type(error).__name__}: {error}", "tampered": tampered})
-        os._exit(1)
+        return 1
+    return 0
 
 
 def _own_limits() -> list[tuple[int, int]]:
     return [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")]
 
 
-def _stub(isolated: bool, uid: int | None) -> int:
-    """Forks the supervisor into new namespaces and waits for it. Returns its exit status, or 128 plus a signal."""
-    if isolated:
-        system.new_namespaces()
+def _in_new_namespace(uid: int | None, filter_: Filter) -> int:
+    """Supervises from a second fork, for a zygote that can enter a new process namespace only once."""
+    system.new_process_namespace(None)
     pid = os.fork()
     if pid == 0:
-        _supervise(isolated, uid)
-        os._exit(0)
+        os._exit(_supervise(True, uid, filter_))
     _, status = os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(status)
+    return os.waitstatus_to_exitcode(status) & 0xFF
 
 
 def main(isolation: str, uid: int) -> None:
@@ -374,19 +310,24 @@ def main(isolation: str, uid: int) -> None:
     if not isolated:
         system.die_with_parent()
     child.preload()
+    filter_ = seccomp.prepare() if isolated else None
     own_uid = uid if isolated and os.geteuid() == 0 else None
+    own_processes = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+    direct = not isolated or system.may_change_namespace(own_processes)
     poller = select.poll()
     poller.register(0, select.POLLIN)
     while any(event & select.POLLIN for _, event in poller.poll()):
+        if direct and isolated:
+            system.new_process_namespace(own_processes)
         pid = os.fork()
         if pid == 0:
             code = 1
             try:
-                code = _stub(isolated, own_uid)
+                code = _in_new_namespace(own_uid, filter_) if not direct else _supervise(isolated, own_uid, filter_)
             except Exception as error:  # noqa: BLE001 -- reported to the service
                 write_frame(1, {"fault": f"{type(error).__name__}: {error}", "tampered": False})
             finally:
-                os._exit(code & 0xFF)
+                os._exit(code)
         _, status = os.waitpid(pid, 0)
         if status != 0:
             # A supervisor can be reached by a program of its own user only.

@@ -10,14 +10,22 @@ from pathlib import Path
 
 from mars2_jax.errors import SandboxError
 
-__all__ = ["ENVIRONMENT", "PROBE", "PROBE_OUTPUT", "command", "probe_input"]
+__all__ = ["ENVIRONMENT", "PROBE", "PROBE_OUTPUT", "UNPROTECTED", "command", "probe_input", "remedy"]
 
 # Set iteration order must not differ from one worker to the next, so hashing is not randomised.
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8"}
 
-_REMEDY = "or set --config.grading.isolation=none to run model-written programs unprotected"
+UNPROTECTED = "or set --config.grading.isolation=none to run model-written programs unprotected"
+# What a kernel may forbid: file under /proc/sys, value that forbids, what to set.
+_SWITCHES = (
+    ("kernel/unprivileged_userns_clone", "0", "kernel.unprivileged_userns_clone=1"),
+    ("kernel/apparmor_restrict_unprivileged_userns", "1", "kernel.apparmor_restrict_unprivileged_userns=0"),
+    ("user/max_user_namespaces", "0", "user.max_user_namespaces=15000"),
+)
+_CONTAINER_FILES = (".dockerenv", "run/.containerenv", "var/run/secrets/kubernetes.io")
 _PACKAGE = Path(__file__).resolve().parent.parent
-_MODULES = ("__init__.py", "grading/__init__.py", *(f"grading/{m}.py" for m in ("runner", "child", "system", "values")))
+_RUN_INSIDE = ("runner", "child", "pipes", "seccomp", "system", "values")
+_MODULES = ("__init__.py", "grading/__init__.py", *(f"grading/{m}.py" for m in _RUN_INSIDE))
 _INSIDE = "/grader"
 
 
@@ -48,7 +56,7 @@ def command(isolation: str, uid: int) -> list[str]:
         return python
     bwrap = shutil.which("bwrap")
     if bwrap is None:
-        raise SandboxError(f"bubblewrap is not installed: `apt-get install bubblewrap`, {_REMEDY}")
+        raise SandboxError(f"bubblewrap is not installed: `apt-get install bubblewrap`, {UNPROTECTED}")
     arguments = [bwrap, "--die-with-parent", "--new-session", "--unshare-pid", "--unshare-net", "--unshare-ipc"]
     arguments += ["--unshare-uts", "--unshare-cgroup-try", "--hostname", "sandbox"]
     if os.geteuid() != 0:
@@ -94,9 +102,37 @@ def _package_folders(bound: list[str]) -> list[str]:
     return sorted(found)
 
 
+def remedy(said: str, root: Path = Path("/")) -> str:
+    """What to enable where the sandbox did not start, for a message of one line.
+
+    Args:
+      said: what bubblewrap said.
+      root: the file system to look at for the reason.
+    """
+    steps = []
+    for name, forbids, setting in _SWITCHES:
+        path = root / "proc/sys" / name
+        # Root needs no user namespace.
+        if os.geteuid() != 0 and path.exists() and path.read_text().strip() == forbids:
+            steps.append(f"`sysctl -w {setting}` on the host")
+    if any((root / name).exists() for name in _CONTAINER_FILES):
+        docker = "--security-opt seccomp=unconfined --security-opt apparmor=unconfined"
+        if os.geteuid() == 0:
+            docker += " --cap-add SYS_ADMIN"
+        elif "proc" in said:
+            docker += " --security-opt systempaths=unconfined"
+        kubernetes = "seccompProfile and appArmorProfile of type Unconfined" + (
+            ", capabilities.add [SYS_ADMIN]" if os.geteuid() == 0 else ", procMount Unmasked"
+        )
+        steps.append(f"start the container with `{docker}` (Kubernetes: securityContext with {kubernetes})")
+    elif not steps:
+        steps.append("allow user namespaces to this user" if os.geteuid() else "give root CAP_SYS_ADMIN")
+    return f"{', '.join(steps)}, {UNPROTECTED}"
+
+
 PROBE = """
 import os, socket
-secret, port = input(), int(input())
+secret, port, filtered, host = input(), int(input()), input() == "filtered", input().split()
 try:
     open(secret).close()
     print("the host's file", secret, "can be read")
@@ -107,6 +143,9 @@ try:
     print("the host's network can be reached")
 except OSError:
     pass
+for name in ("net", "pid", "mnt", "ipc", "uts"):
+    if os.readlink(f"/proc/self/ns/{name}") in host:
+        print(f"the {name} namespace is the host's")
 others = {int(name) for name in os.listdir("/proc") if name.isdigit()} - {1, os.getpid()}
 if others or os.getppid() != 1:
     print("other processes can be seen")
@@ -121,6 +160,10 @@ if int(fields["CapPrm"], 16) or int(fields["CapEff"], 16) or fields["NoNewPrivs"
     print("programs have privileges")
 if sorted(os.environ) not in (["LANG", "PYTHONHASHSEED"], ["LANG", "PWD", "PYTHONHASHSEED"]):
     print("the host's environment is visible")
+if filtered:
+    from mars2_jax.grading import seccomp
+    for name in seccomp.unfiltered():
+        print("programs may call", name)
 print("end of probe")
 """
 """A program that tries to leave the sandbox in the plainest ways and prints what succeeded."""
@@ -128,6 +171,9 @@ print("end of probe")
 PROBE_OUTPUT = "end of probe"
 
 
-def probe_input(port: int) -> str:
-    """What the probe reads: a file that only the host has, and a port that something on the host listens to."""
-    return f"{_PACKAGE / 'grading' / 'service.py'}\n{port}\n"
+def probe_input(port: int, filtered: bool) -> str:
+    """What the probe reads: a file that only the host has, a port that something on the host listens to, whether there
+    should be a filter of system calls, and the host's namespaces."""
+    namespaces = [os.readlink(path) for path in Path("/proc/self/ns").iterdir()]
+    secret = _PACKAGE / "grading" / "service.py"
+    return f"{secret}\n{port}\n{'filtered' if filtered else 'not filtered'}\n{' '.join(namespaces)}\n"

@@ -18,13 +18,16 @@ __all__ = [
     "hide_memory",
     "kill_descendants",
     "limits",
-    "new_namespaces",
+    "mapped",
+    "may_change_namespace",
+    "new_process_namespace",
     "refresh_scratch",
+    "resident",
     "usage",
 ]
 
 _libc = ctypes.CDLL(None, use_errno=True)
-for _name in ("capset", "mount", "prctl", "umount2", "unshare"):
+for _name in ("capset", "mount", "prctl", "setns", "umount2", "unshare"):
     getattr(_libc, _name)  # Looked up and kept once, not in every fork.
 _CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWPID = 0x00020000, 0x08000000, 0x20000000
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_PRIVATE = 2, 4, 8, 0x4000, 0x40000
@@ -48,13 +51,32 @@ def _call(function: str, *arguments: object) -> None:
         raise OSError(number, f"{function}: {os.strerror(number)}")
 
 
-def new_namespaces() -> None:
-    """Mounts and SysV objects of this process's own; the next child is process 1 of a new process namespace."""
-    _call("unshare", _CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWPID)
+def may_change_namespace(own: int) -> bool:
+    """Whether `new_process_namespace` can be called again and again. Not in a user namespace below the one that this
+    process's namespace belongs to."""
+    try:
+        _call("setns", own, _CLONE_NEWPID)
+    except PermissionError:
+        return False
+    return True
+
+
+def new_process_namespace(own: int | None) -> None:
+    """The next child is process 1 of a new process namespace.
+
+    Args:
+      own: this process's namespace, opened, which is put back first: another one for children can be asked for only
+        then. None in a process that calls this once.
+    """
+    if own is not None:
+        _call("setns", own, _CLONE_NEWPID)
+    _call("unshare", _CLONE_NEWPID)
 
 
 def fresh_mounts() -> None:
-    """An empty /tmp and /dev/shm, and a /proc that shows this process namespace alone. Needs `new_namespaces`."""
+    """Mounts and SysV objects of this process's own, with an empty /tmp and /dev/shm, and a /proc that shows this
+    process namespace alone, of which the caller is process 1."""
+    _call("unshare", _CLONE_NEWNS | _CLONE_NEWIPC)
     _call("mount", None, b"/", None, _MS_REC | _MS_PRIVATE, None)
     _call("mount", b"proc", b"/proc", b"proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, None)
     for path in _SCRATCH:
@@ -104,17 +126,20 @@ def forget_privileges(uid: int | None, *, hidden: bool) -> None:
     _call("prctl", _PR_SET_DUMPABLE, 0 if hidden else 1, 0, 0, 0)
 
 
-def limits(cpu_seconds: float, memory_mb: int, *, processes: bool) -> list[tuple[int, tuple[int, int]]]:
-    """Arguments of `resource.setrlimit` for a process that is forked from this one.
+def mapped() -> int:
+    """Bytes of this process's address space."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[0]) * _PAGE
+
+
+def limits(cpu_seconds: float, memory: int, *, processes: bool) -> list[tuple[int, tuple[int, int]]]:
+    """Arguments of `resource.setrlimit` for a process of the sandbox.
 
     CPU time in whole seconds, rounded up: the finer limit is kept from outside by `usage`, this one is the backstop.
-    `memory_mb` is on top of what this process has mapped already. `processes` limits their number too; it counts all
-    of the user's, so it is only for a user that runs nothing else.
+    `memory` is the address space in bytes. `processes` limits their number too; it counts all of the user's, so it is
+    only for a user that runs nothing else.
     """
-    with open("/proc/self/statm", "rb") as file:
-        mapped = int(file.read().split()[0]) * _PAGE
     seconds = math.ceil(cpu_seconds) + 1
-    memory = mapped + (memory_mb << 20)
     # Recursion through C (a cached function, a sort key) needs more stack than the usual 8 MB.
     hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
     stack = _STACK_MB << 20
@@ -127,6 +152,12 @@ def limits(cpu_seconds: float, memory_mb: int, *, processes: bool) -> list[tuple
         (resource.RLIMIT_STACK, (stack if hard == resource.RLIM_INFINITY else min(stack, hard), hard)),
     ]
     return [*found, (resource.RLIMIT_NPROC, (_MAX_PROCESSES, _MAX_PROCESSES))] if processes else found
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * _PAGE
 
 
 @dataclasses.dataclass(frozen=True)

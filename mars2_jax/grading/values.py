@@ -20,7 +20,19 @@ import os
 import struct
 from typing import Any, NoReturn
 
-__all__ = ["MAX_DEPTH", "NotCarried", "TooDeep", "decode", "dumps", "encode", "loads", "read_frame", "write_frame"]
+__all__ = [
+    "MAX_DEPTH",
+    "NotCarried",
+    "TooDeep",
+    "decode",
+    "dumps",
+    "encode",
+    "loads",
+    "read_exactly",
+    "read_frame",
+    "write_all",
+    "write_frame",
+]
 
 MAX_DEPTH = 200
 _HEADER = struct.Struct(">I")
@@ -93,10 +105,12 @@ def _decode(form: Any, depth: int = 0) -> Any:
         return tuple(_decode(item, below) for item in body)
     if tag == "d":
         return {_decode(key, below): _decode(item, below) for key, item in body}
+    # In two steps, as Python makes a set from a literal of constants: the order in which a set lists its members
+    # depends on how it was made, and a program should see the one that it would see in the test's own process.
     if tag == "s":
-        return {_decode(item, below) for item in body}
+        return set(frozenset(_decode(item, below) for item in body))
     if tag == "z":
-        return frozenset(_decode(item, below) for item in body)
+        return frozenset({_decode(item, below) for item in body})
     if tag == "i":
         return int(body, 16)
     if tag == "f":
@@ -126,7 +140,7 @@ def dumps(form: Any) -> bytes:
     return json.dumps(form, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
-def loads(text: bytes) -> Any:
+def loads(text: bytes | bytearray) -> Any:
     """Parses what `dumps` wrote. Raises NotCarried, whatever an untrusted process wrote instead."""
     try:
         return json.loads(text, parse_int=_int, parse_constant=_constant)
@@ -137,28 +151,34 @@ def loads(text: bytes) -> Any:
 def write_frame(fd: int, form: Any) -> None:
     """Writes a length of 4 bytes, then the JSON text. Blocks until all is written."""
     text = dumps(form)
-    left = memoryview(_HEADER.pack(len(text)) + text)
+    write_all(fd, _HEADER.pack(len(text)) + text)
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Writes all of it. Blocks until it is done."""
+    left = memoryview(data)
     while left:
         left = left[os.write(fd, left) :]
 
 
 def read_frame(fd: int, limit: int | None = None) -> Any:
     """Reads one frame; None at the end of the stream. Raises NotCarried for a frame of more than `limit` bytes."""
-    header = _read_exactly(fd, _HEADER.size)
+    header = read_exactly(fd, _HEADER.size)
     if header is None:
         return None
     (size,) = _HEADER.unpack(header)
     if limit is not None and size > limit:
         raise NotCarried(f"a value of more than {limit} bytes")
-    text = _read_exactly(fd, size)
+    text = read_exactly(fd, size)
     return None if text is None else loads(text)
 
 
-def _read_exactly(fd: int, size: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < size:
-        part = os.read(fd, min(size - len(parts), 1 << 20))
+def read_exactly(fd: int, size: int) -> bytearray | None:
+    """So many bytes; None if the stream ends before. They are held once, whatever their number."""
+    data = bytearray()
+    while len(data) < size:
+        part = os.read(fd, min(size - len(data), 1 << 20))
         if not part:
             return None
-        parts += part
-    return bytes(parts)
+        data += part
+    return data

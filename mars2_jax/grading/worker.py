@@ -8,11 +8,15 @@ import select
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from typing import Any
 
 from mars2_jax.errors import SandboxError
-from mars2_jax.grading import compare, sandbox
-from mars2_jax.grading.values import NotCarried, read_frame, write_frame
+from mars2_jax.grading import sandbox, seccomp
+from mars2_jax.grading.checkers import Checkers
+from mars2_jax.grading.compare import COMPARATORS
+from mars2_jax.grading.judge import Compare, compile_failure, judge
+from mars2_jax.grading.values import NotCarried, decode, read_frame, write_all, write_frame
 from mars2_jax.grading.verdict import TestResult, Verdict
 
 __all__ = ["Worker", "WorkerDied"]
@@ -33,11 +37,17 @@ class WorkerDied(Exception):
 class Worker:
     """A sandbox that grades one program at a time. Not for several threads.
 
+    Args:
+      isolation: "bubblewrap" or "none".
+      uid: see `sandbox.command`.
+      checkers: who answers for custom checkers; None where there are none.
+
     Raises:
       SandboxError: from the constructor, where the sandbox cannot be started.
     """
 
-    def __init__(self, isolation: str, uid: int) -> None:
+    def __init__(self, isolation: str, uid: int, checkers: Checkers | None = None) -> None:
+        self._checkers = checkers
         command = sandbox.command(isolation, uid)
         self._process = subprocess.Popen(
             command,
@@ -72,14 +82,16 @@ class Worker:
         patience = limits["wall_seconds"] + _GRACE_SECONDS
         tests: list[dict[str, Any]] = job["tests"]
         results: list[TestResult | None] = [None] * len(tests)
-        self._send({"program": job["program"], "entry_point": job["entry_point"], "limits": limits})
-        compiled = self._receive(patience)
-        if not compiled["compiled"]:
-            failure = compare.compile_failure(compiled)
+        compile_first = len(tests) > 1
+        header = {key: job[key] for key in ("program", "entry_point", "limits")}
+        self._send({**header, "compile": compile_first})
+        if compile_first and not (compiled := self._receive(patience))["compiled"]:
+            failure = compile_failure(compiled)
             return [failure if i == 0 or not job["stop"] else None for i in range(len(tests))]
+        compare = self._comparator(job["compare"])
         for i, test in enumerate(tests):
             self._send_test(test)
-            result = results[i] = compare.judge(test, self._receive(patience))
+            result = results[i] = judge(test, self._receive(patience), compare)
             if job["stop"] and result.verdict is not Verdict.PASS:
                 break
         self._send({"kind": "end"})
@@ -88,16 +100,30 @@ class Worker:
     def _send_test(self, test: dict[str, Any]) -> None:
         """Sends what a program may know of a test; what it must not know goes to the assertion process alone."""
         if test["kind"] == "stdio":
-            self._send({"kind": "stdio", "stdin": test["stdin"]})
+            stdin = test["stdin"].encode("utf-8", "surrogateescape")
+            self._send({"kind": "stdio", "bytes": len(stdin)})
+            self._write(write_all, stdin)
         elif test["kind"] == "call":
             self._send({"kind": "call", "call": test["call"]})
         else:
             self._send({"kind": "assert"})
             self._send({"setup": test["setup"], "code": test["code"]})
 
+    def _comparator(self, name: str) -> Compare:
+        if name in COMPARATORS:
+            outputs, values = COMPARATORS[name]
+            return lambda test, expected, actual: (outputs if test["kind"] == "stdio" else values)(expected, actual)
+        checkers = self._checkers
+        assert checkers is not None  # The client lets only known names through.
+        given = lambda test: test["stdin"] if test["kind"] == "stdio" else decode(test["call"])
+        return lambda test, expected, actual: checkers(name, given(test), expected, actual)
+
     def _send(self, frame: dict[str, Any]) -> None:
+        self._write(write_frame, frame)
+
+    def _write(self, write: Callable[[int, Any], None], what: Any) -> None:
         try:
-            write_frame(self._in, frame)
+            write(self._in, what)
         except OSError as error:
             raise WorkerDied(self._last_words()) from error
 
@@ -133,23 +159,24 @@ class Worker:
             said = ""
         return said.rpartition("\n")[2] or "the sandbox ended without a word"
 
-    def probe(self) -> None:
-        """Has a program try to leave the sandbox.
+    def probe(self) -> tuple[str, ...]:
+        """Has a program try to leave the sandbox. Returns the layers that held it.
 
         Raises:
           SandboxError: it succeeded, or the sandbox cannot run programs.
         """
         limits = {"cpu_seconds": 5.0, "wall_seconds": _START_SECONDS, "memory_mb": 256, "output_kb": 16}
-        remedy = "install bubblewrap and allow user namespaces, or set --config.grading.isolation=none"
+        filtered = seccomp.available()
+        job: dict[str, Any] = {"program": sandbox.PROBE, "entry_point": None, "limits": limits, "compare": "tokens"}
         with socket.create_server(("127.0.0.1", 0)) as server:
-            test = {"kind": "stdio", "stdin": sandbox.probe_input(server.getsockname()[1]), "stdout": ""}
-            test["stdout"] = sandbox.PROBE_OUTPUT
-            job = {"program": sandbox.PROBE, "entry_point": None, "limits": limits, "tests": [test], "stop": False}
+            stdin = sandbox.probe_input(server.getsockname()[1], filtered)
+            job |= {"tests": [{"kind": "stdio", "stdin": stdin, "stdout": sandbox.PROBE_OUTPUT}], "stop": False}
             try:
                 (result,) = self.grade(job)
             except WorkerDied as died:
-                raise SandboxError(f"the sandbox cannot start ({died}): {remedy}") from died
+                raise SandboxError(f"the sandbox cannot start ({died}): {sandbox.remedy(str(died))}") from died
         assert result is not None
         if result.verdict is not Verdict.PASS:
             found = "; ".join((result.actual or result.error).splitlines())
-            raise SandboxError(f"the sandbox does not hold ({found}): {remedy}")
+            raise SandboxError(f"the sandbox does not hold ({found}): replace `bwrap`, {sandbox.UNPROTECTED}")
+        return ("namespaces", "limits", "seccomp") if filtered else ("namespaces", "limits")

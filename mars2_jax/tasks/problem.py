@@ -12,7 +12,7 @@ __all__ = ["AssertTest", "CallTest", "Limits", "Problem", "StdioTest", "Test"]
 
 @dataclasses.dataclass(frozen=True)
 class StdioTest:
-    """Run the program as a script on `stdin`; its standard output is compared with `stdout` token by token."""
+    """Run the program as a script on `stdin`; its standard output is compared with `stdout` (see `Problem.compare`)."""
 
     stdin: str
     stdout: str
@@ -20,7 +20,8 @@ class StdioTest:
 
 @dataclasses.dataclass(frozen=True)
 class CallTest:
-    """Call the problem's `entry_point` with `args` and `kwargs` and compare what it returns with `expected`.
+    """Call the problem's `entry_point` with `args` and `kwargs` and compare what it returns with `expected` (see
+    `Problem.compare`).
 
     All values are JSON-able builtins (None, bool, int, float, str, list, dict); tuples count as lists.
     """
@@ -68,6 +69,8 @@ class Problem:
         read stdin and write stdout.
       starter: code shown to the model to be completed (imports, signature, docstring); may be empty.
       limits: per-test resource limits.
+      compare: when an answer is right: "tokens", "exact", "floats" or "unordered" (see `grading/compare.py`), or the
+        name of a checker among `config.grading.checkers`. Assert tests, which compare for themselves, take "tokens".
       source: name of the problem set.
       difficulty: "easy", "medium", "hard" or "" where the source does not say.
       reference: a solution known to be right, or None. Never shown to a model.
@@ -83,6 +86,7 @@ class Problem:
     source: str = ""
     difficulty: str = ""
     reference: str | None = None
+    compare: str = "tokens"
 
     def __post_init__(self) -> None:
         if not self.public and not self.hidden:
@@ -90,6 +94,11 @@ class Problem:
         calls = any(isinstance(t, CallTest | AssertTest) for t in self.tests)
         if calls and not self.entry_point:
             raise DataError(f"problem {self.id!r} has function tests but no entry_point: name the function they call")
+        if self.compare != "tokens" and any(isinstance(t, AssertTest) for t in self.tests):
+            raise DataError(
+                f"problem {self.id!r} has assert tests, which compare for themselves, and compare={self.compare!r}: "
+                "leave it at 'tokens'"
+            )
 
     @property
     def tests(self) -> tuple[Test, ...]:

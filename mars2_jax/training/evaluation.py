@@ -23,7 +23,14 @@ from mars2_jax.training.agent import Agent, Member, reset_engines
 from mars2_jax.training.checkpoint import Checkpointer
 from mars2_jax.training.endpoint import EndpointAgent
 from mars2_jax.training.keys import evaluation_key
-from mars2_jax.training.setup import Setup, eval_problems, evaluation_sampling, start_grader, training_sampling
+from mars2_jax.training.setup import (
+    Setup,
+    calibrated,
+    eval_problems,
+    evaluation_sampling,
+    start_grader,
+    training_sampling,
+)
 from mars2_jax.viewer.terminal import Progress
 
 __all__ = ["evaluate", "run_evaluation", "searchable"]
@@ -133,6 +140,7 @@ def run_evaluation(
             _check_made_by(config, checkpointer, workdir, step)
         searched = problems if searchable(config, problems) else []
         setup = Setup.check(config, searched=searched, answered=problems, learn=False)
+        problems = calibrated(config, problems, grader, console)
         if setup.files:
             console.print(f"loading {', '.join(setup.files)}", highlight=False)
         stack.enter_context(jax.set_mesh(setup.mesh))

@@ -11,9 +11,12 @@ from collections.abc import Iterator, Sequence
 
 from jax.sharding import Mesh
 from ml_collections import FrozenConfigDict
+from rich.console import Console
+from rich.progress import Progress as Bars
 
 from mars2_jax.errors import ConfigError, DataError, StorageError
-from mars2_jax.grading.grader import Grader
+from mars2_jax.grading.calibrate import calibrate
+from mars2_jax.grading.grader import Grader, check_comparators
 from mars2_jax.parallel.mesh import make_mesh, row_shards
 from mars2_jax.rollout.endpoint import check_endpoint
 from mars2_jax.rollout.types import SamplingParams
@@ -24,6 +27,7 @@ from mars2_jax.training.agent import Member, ModelFile, build_team, make_prompte
 
 __all__ = [
     "Setup",
+    "calibrated",
     "check_rows",
     "check_space",
     "check_trainable",
@@ -40,10 +44,11 @@ def train_problems(config: FrozenConfigDict) -> list[Problem]:
     """The training problems.
 
     Raises:
-      DataError: none are left, or one has no public tests where those alone pay.
+      DataError: none are left, one has no public tests where those alone pay, or one asks for an unknown comparator.
     """
     data = config.data
     problems = load(data.source, data.split, difficulty=data.difficulty, limit=data.limit)
+    check_comparators(problems, config.grading.checkers)
     if config.grading.reward_tests == "public":
         for problem in problems:
             if not problem.public:
@@ -55,14 +60,37 @@ def train_problems(config: FrozenConfigDict) -> list[Problem]:
 
 
 def eval_problems(config: FrozenConfigDict) -> list[Problem]:
-    """The problems that judge."""
+    """The problems that judge.
+
+    Raises:
+      DataError: none are left, or one asks for an unknown comparator.
+    """
     data = config.eval
-    return load(data.source, data.split, difficulty=data.difficulty, limit=data.limit)
+    problems = load(data.source, data.split, difficulty=data.difficulty, limit=data.limit)
+    check_comparators(problems, config.grading.checkers)
+    return problems
 
 
 def start_grader(config: FrozenConfigDict) -> Grader:
-    """The grading service; raises SandboxError where programs cannot be run safely."""
-    return Grader(isolation=config.grading.isolation, workers=config.grading.workers)
+    """The grading service; raises SandboxError where programs cannot be run safely, ConfigError where a checker cannot
+    be imported."""
+    grading = config.grading
+    return Grader(grading.isolation, grading.workers, checkers=grading.checkers, cache=grading.cache)
+
+
+def calibrated(
+    config: FrozenConfigDict, problems: Sequence[Problem], grader: Grader, console: Console
+) -> list[Problem]:
+    """The problems with the CPU limits that `config.grading.time_factor` asks for; prints what came of it."""
+    grading = config.grading
+    if not grading.time_factor or not problems:
+        return list(problems)
+    with Bars(console=console, transient=True) as bars:
+        bar = bars.add_task("timing the reference solutions", total=len(problems))
+        advance = lambda done, total: bars.update(bar, completed=done, total=total)
+        found = calibrate(problems, grader, factor=grading.time_factor, floor=grading.time_floor, progress=advance)
+    console.print(found.report(), highlight=False, markup=False)
+    return found.problems
 
 
 @dataclasses.dataclass(frozen=True)

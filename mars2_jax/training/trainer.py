@@ -40,6 +40,7 @@ from mars2_jax.training.records import (
 )
 from mars2_jax.training.setup import (
     Setup,
+    calibrated,
     check_space,
     check_trainable,
     claim,
@@ -54,7 +55,7 @@ from mars2_jax.viewer.terminal import Progress, render_summary, render_tree
 
 __all__ = ["Trainer", "check_resumable", "train"]
 
-_MAY_CHANGE = ("training", "eval", "grading.isolation", "grading.workers")
+_MAY_CHANGE = ("training", "eval", "grading.isolation", "grading.workers", "grading.cache")
 """Config keys that a resumed run may change: they do not touch what is learned (`training.steps` only how long).
 `training.may_change` of the resuming config adds others."""
 
@@ -104,6 +105,8 @@ def train(config: FrozenConfigDict, workdir: str, console: Console | None = None
         else:
             pending.forget(lambda _: True)
         setup = Setup.check(config, searched=searched, answered=judges)
+        problems = calibrated(config, problems, grader, console)
+        judges = calibrated(config, judges, grader, console)
         with jax.set_mesh(setup.mesh):
             Trainer(setup, problems, judges, grader, checkpointer, pending, folder, console, stop).run()
 
@@ -141,6 +144,7 @@ class Trainer:
         # The step of the newest checkpoint, None where there is none, and the last step that was made.
         self.saved = self._restore()
         self.step = self.saved or 0
+        self.suspended = pending.of(self.step + 1)
 
     def run(self) -> None:
         """Trains to the last step, evaluating before and after, and prints what came of it; ends early on request."""
@@ -199,6 +203,7 @@ class Trainer:
         ]
         reset_engines(self.team)
         writers = [agent.writer(training_sampling(config)) for agent in self.team]
+        suspended, self.suspended = self.suspended, None
         try:
             exploration = explore(
                 chosen,
@@ -209,13 +214,13 @@ class Trainer:
                 reward=config.grading.reward,
                 reward_tests=config.grading.reward_tests,
                 progress=progress.counter("search", len(chosen) * config.search.nodes),
-                saved=self.pending.of(step),
+                saved=suspended,
                 suspend=lambda: self.stop.requested,
             )
-        except Suspended as suspended:
+        except Suspended as search:
             if self.saved != self.step:
                 self._save()
-            self.pending.keep(step, suspended.saved)
+            self.pending.keep(step, search.saved)
             raise Stopped from None
         check_graded(exploration)
         # A save that failed is told before more work is put on top of it.

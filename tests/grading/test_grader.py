@@ -1,5 +1,7 @@
 """Every verdict, on every kind of test, with what a refinement prompt would say of it."""
 
+from pathlib import Path
+
 import pytest
 
 from mars2_jax.errors import DataError
@@ -111,6 +113,18 @@ def test_large_input(grader):
     assert result.verdict is Verdict.PASS
     ignored = grader.grade("print(1)", stdio((text, "1")))
     assert ignored.verdict is Verdict.PASS
+
+
+def test_64_megabytes_of_input(grader):
+    """They go through every process on the way once, in time that is linear and memory of a few times their size."""
+    text = "0123456 \n" * ((64 << 20) // 9)
+    program = "import sys\nn = 0\nwhile part := sys.stdin.buffer.read(1 << 20): n += len(part)\nprint(n)"
+    limits = Limits(cpu_seconds=2.0, wall_seconds=60.0, memory_mb=64)  # Held by the grader, not by the program.
+    result = only(grader.grade(program, stdio((text, str(len(text))), limits=limits)))
+    assert (result.verdict, result.actual) == (Verdict.PASS, f"{len(text)}\n")
+    service = Path(f"/proc/{grader._service._process.pid}/status").read_text()
+    (peak,) = (int(line.split()[1]) << 10 for line in service.splitlines() if line.startswith("VmHWM"))
+    assert peak < 6 * len(text)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import logging
 import os
 import resource
+import select
 import shutil
 import signal
 import stat
@@ -17,7 +18,7 @@ import pytest
 from mars2_jax.errors import SandboxError
 from mars2_jax.grading.grader import Grader
 from mars2_jax.grading.verdict import Verdict
-from mars2_jax.tasks.problem import Limits, Problem, StdioTest
+from mars2_jax.tasks.problem import AssertTest, Limits, Problem, StdioTest
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 
@@ -92,8 +93,8 @@ def wait_until(condition):
 
 
 def busy(service):
-    """Whether a program is running: its process is below service, bwrap (twice), zygote, stub, supervisor."""
-    return len(descendants(service)) >= 6
+    """Whether a program is running: its process is below service, bwrap (twice), zygote, supervisor."""
+    return len(descendants(service)) >= 5
 
 
 def test_close_leaves_no_process():
@@ -147,29 +148,81 @@ def test_a_worker_that_cannot_be_replaced_costs_its_programs_only(own_grader):
     assert own_grader.grade(QUICK, PROBLEM).verdict is Verdict.PASS
 
 
-def test_a_killed_service_voids_what_is_open(own_grader):
-    done = own_grader.submit(QUICK, PROBLEM)
-    assert own_grader.wait(done).verdict is Verdict.PASS
-    tickets = [own_grader.submit(ENDLESS, PROBLEM) for _ in range(3)]
+def service_of(grader):
+    """The service's process id; it changes when the service is started again."""
+    return grader._service._process.pid
+
+
+def kill_service(grader):
+    """Kills it, and returns once the grader has taken notice."""
+    deaths = grader._deaths
+    os.kill(service_of(grader), signal.SIGKILL)
+    while grader._deaths == deaths:
+        grader._collect(0.05)
+
+
+def test_a_killed_service_is_replaced_and_loses_nothing(own_grader, caplog):
+    endless = own_grader.submit(ENDLESS, PROBLEM)
+    tickets = [own_grader.submit(QUICK, PROBLEM) for _ in range(3)]
     wait_until(lambda: busy(own_grader.service))
     group = descendants(own_grader.service)
-    os.kill(own_grader.service, signal.SIGKILL)
-    assert own_grader.wait(tickets[0]).verdict is Verdict.INFRA
-    rest = dict(own_grader.poll(timeout=None))
-    assert {ticket: grade.verdict for ticket, grade in rest.items()} == dict.fromkeys(tickets[1:], Verdict.INFRA)
-    assert own_grader.pending == 0
-    with pytest.raises(RuntimeError, match="died"):
-        own_grader.submit(QUICK, PROBLEM)
+    kill_service(own_grader)
+    tickets.append(own_grader.submit(QUICK, PROBLEM))
+    second = service_of(own_grader)
+    assert second != own_grader.service
+    assert "service died (status -9); it is started again" in caplog.text
     assert all_gone(group) == set()
+    wait_until(lambda: busy(second))
+    group = descendants(second)
+    kill_service(own_grader)
+    # The second death with them open: they are void. The last one has seen one death and is sent again.
+    grade = own_grader.wait(endless)
+    assert grade.verdict is Verdict.INFRA
+    assert "second time" in grade.public[0].error
+    assert [own_grader.wait(ticket).verdict for ticket in tickets] == [Verdict.INFRA] * 3 + [Verdict.PASS]
+    assert own_grader.pending == 0
+    assert all_gone(group) == set()
+
+
+def test_answers_of_a_service_that_then_died_count(own_grader):
+    ticket = own_grader.submit(QUICK, PROBLEM)
+    wait_until(lambda: select.select([own_grader._service._out], [], [], 0)[0])
+    os.kill(own_grader.service, signal.SIGKILL)
+    wait_until(lambda: own_grader.service not in children(os.getpid()))
+    later = own_grader.submit(QUICK, PROBLEM)
+    assert own_grader.wait(ticket).verdict is Verdict.PASS
+    assert own_grader.wait(later).verdict is Verdict.PASS
+
+
+def test_a_service_that_keeps_dying_is_given_up(own_grader):
+    first = own_grader.submit(ENDLESS, PROBLEM)
+    for _ in range(2):
+        kill_service(own_grader)
+    last = own_grader.submit(ENDLESS, PROBLEM)
+    kill_service(own_grader)
+    assert [own_grader.wait(ticket).verdict for ticket in (first, last)] == [Verdict.INFRA] * 2
+    assert own_grader.pending == 0
+    with pytest.raises(RuntimeError, match="died.*3 times without an answer"):
+        own_grader.submit(QUICK, PROBLEM)
+
+
+def test_a_service_that_cannot_be_started_again_voids_what_is_open(own_grader, tmp_path, monkeypatch):
+    ticket = own_grader.submit(ENDLESS, PROBLEM)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    kill_service(own_grader)
+    grade = own_grader.wait(ticket)
+    assert grade.verdict is Verdict.INFRA
+    assert "a new one does not start: bubblewrap is not installed" in grade.public[0].error
+    with pytest.raises(RuntimeError, match="bubblewrap is not installed"):
+        own_grader.submit(QUICK, PROBLEM)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_service_that_is_told_to_stop_takes_everything_along(own_grader, number):
-    ticket = own_grader.submit(ENDLESS, PROBLEM)
+    own_grader.submit(ENDLESS, PROBLEM)
     wait_until(lambda: busy(own_grader.service))
     group = descendants(own_grader.service)
     os.kill(own_grader.service, number)
-    assert own_grader.wait(ticket).verdict is Verdict.INFRA
     assert all_gone(group) == set()
 
 
@@ -188,7 +241,7 @@ def test_a_parent_that_dies_leaves_no_process(number, isolation):
             grader.poll(timeout=None)
         """
     parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stderr=subprocess.DEVNULL)
-    wanted = {"bubblewrap": 13, "none": 9}[isolation]  # the service, two workers, a stub, supervisor and program each
+    wanted = {"bubblewrap": 11, "none": 7}[isolation]  # the service, two workers, a supervisor and program each
     wait_until(lambda: len(descendants(parent.pid)) >= wanted)
     group = descendants(parent.pid)
     parent.send_signal(number)
@@ -212,6 +265,18 @@ def test_grading_leaks_neither_descriptors_nor_processes(own_grader):
     assert descriptors_when_idle() == before
 
 
+def test_the_hosts_devices_stay_as_they_are(own_grader):
+    """They are bound into the sandbox, where a program that owned one could change its mode for everybody."""
+    before = os.stat("/dev/null")
+    program = "import os\nprint(os.stat('/dev/null').st_uid == os.getuid())"
+    assert own_grader.grade(program, Problem("p", "", (StdioTest("", "False"),))).verdict is Verdict.PASS
+    function = Problem("p", "", (AssertTest("assert not f()"),), entry_point="f")
+    program = "import os\ndef f(): return os.stat('/dev/null').st_uid == os.getuid()"
+    assert own_grader.grade(program, function).verdict is Verdict.PASS
+    after = os.stat("/dev/null")
+    assert (after.st_uid, after.st_gid, after.st_mode) == (before.st_uid, before.st_gid, before.st_mode)
+
+
 def test_without_bubblewrap_it_refuses_to_start(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SandboxError, match="apt-get install bubblewrap.*isolation=none") as caught:
@@ -226,7 +291,7 @@ HOLES = {
     "broken": ("echo no user namespaces >&2\nexit 1", "no user namespaces"),
     "network": (
         'kept=()\nfor a in "$@"; do [ "$a" = --unshare-net ] || kept+=("$a"); done\n' + f'exec {REAL} "${{kept[@]}}"',
-        "network",
+        "the net namespace is the host's",
     ),
     "files": (f'exec {REAL} {VISIBLE} --ro-bind {PACKAGE} {PACKAGE} "$@"', "file"),
 }
@@ -279,7 +344,8 @@ def test_an_unprivileged_user_can_grade():
     script = """
         from mars2_jax.grading.grader import Grader
         from tests.grading.exploits import EXPLOITS, HONEST, PROBLEMS
-        chosen = [e for e in EXPLOITS if e[0].startswith(("attack", "trace", "memory", "forge", "daemon", "fork"))]
+        kinds = ("attack", "trace", "memory", "forge", "daemon", "fork", "kill")
+        chosen = [e for e in EXPLOITS if e[0].startswith(kinds)]
         with Grader(workers=1) as grader:
             for name, kind, program in chosen:
                 grade = grader.grade(program, PROBLEMS[kind], stop_at_first_failure=True)

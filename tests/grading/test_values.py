@@ -134,3 +134,10 @@ def test_frames():
     with pytest.raises(NotCarried):
         read_frame(reader, limit=50)
     os.close(reader)
+
+
+def test_sets_list_their_members_as_literals_do():
+    # MBPP/341 asks for the members of such sets in ascending order, and its reference trusts the set for that.
+    for literal in ({12, 13, 14, 15, 16}, {1, 2, 3, 4, 5}, {31, 64, 1, 9, 8}, {8, 16, 0}):
+        assert list(decode(loads(dumps(encode(literal))))) == list(literal)
+    assert list({12, 13, 14, 15, 16}) == [16, 12, 13, 14, 15]

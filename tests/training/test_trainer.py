@@ -29,7 +29,7 @@ from mars2_jax.training.setup import claim
 from mars2_jax.training.trainer import train
 from mars2_jax.training.trees import read_trees, trees_path
 from tests.learning import reference
-from tests.training.tiny_team import tiny_config
+from tests.training.tiny_team import ANSWERS, tiny_config
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -65,6 +65,7 @@ def folder(tmp_path_factory):
 def finished(folder):
     """A finished run: its config, its workdir, what it printed."""
     config = tiny_config(folder)
+    config.grading.time_factor = 20.0
     workdir = folder / "run"
     return config, workdir, run(config, workdir)
 
@@ -73,6 +74,11 @@ def test_a_run_leaves_what_the_design_promises(finished):
     config, workdir, printed = finished
     assert json.loads((workdir / "config.json").read_text())["search"]["nodes"] == 8
     assert any((workdir / "tensorboard").iterdir())
+    problems = len(ANSWERS)
+    line = f"CPU limits from references: {problems} of {problems} problems, {problems} with one"
+    assert [said for said in printed.splitlines() if said.startswith("CPU limits")] == [
+        line
+    ] * 2  # trained on, judged by
     rows = read_metrics(workdir / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 2]
     for row in rows[1:3]:
