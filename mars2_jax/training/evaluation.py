@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pathlib
 from collections.abc import Sequence
 
 import jax
@@ -18,11 +17,19 @@ from mars2_jax.evaluation.evaluate import evaluate_agent, evaluate_team
 from mars2_jax.roster import is_served
 from mars2_jax.search.explore import Grader
 from mars2_jax.tasks.problem import Problem
+from mars2_jax.tasks.sources import source_name
 from mars2_jax.training.agent import Agent, Member, reset_engines
 from mars2_jax.training.checkpoint import Checkpointer
 from mars2_jax.training.endpoint import EndpointAgent
 from mars2_jax.training.keys import evaluation_key
-from mars2_jax.training.setup import Setup, eval_problems, evaluation_sampling, start_grader, training_sampling
+from mars2_jax.training.setup import (
+    Setup,
+    all_public,
+    eval_problems,
+    evaluation_sampling,
+    start_grader,
+    training_sampling,
+)
 from mars2_jax.viewer.terminal import Progress
 
 __all__ = ["evaluate", "run_evaluation", "searchable"]
@@ -30,7 +37,7 @@ __all__ = ["evaluate", "run_evaluation", "searchable"]
 
 def searchable(config: FrozenConfigDict, problems: Sequence[Problem]) -> bool:
     """Whether a test-time search is asked for and can be guided: all problems have public tests."""
-    return config.eval.search_nodes > 0 and all(problem.public for problem in problems)
+    return config.eval.search_nodes > 0 and all_public(problems)
 
 
 def evaluate(
@@ -45,7 +52,7 @@ def evaluate(
       search, where it is searchable. The set is the source's name; of a file, without folder and ending.
     """
     key = evaluation_key(config.seed)
-    prefix = f"eval/{_name(config.eval.source)}"
+    prefix = f"eval/{source_name(config.eval.source)}"
     scores: dict[str, float] = {}
     reset_engines(team)
     names = [f"{prefix}/{member.name}/pass@1" for member in team]
@@ -73,10 +80,6 @@ def evaluate(
         )
         scores |= {f"{prefix}/{name}": value for name, value in result.values.items()}
     return scores
-
-
-def _name(source: str) -> str:
-    return pathlib.Path(source).stem
 
 
 def run_evaluation(config: FrozenConfigDict, workdir: str | None, console: Console | None = None) -> dict[str, float]:

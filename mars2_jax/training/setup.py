@@ -18,12 +18,14 @@ from mars2_jax.parallel.mesh import make_mesh, row_shards
 from mars2_jax.rollout.endpoint import check_endpoint
 from mars2_jax.rollout.types import SamplingParams
 from mars2_jax.roster import is_served, weight_owner, weight_owners
+from mars2_jax.tasks.prepared import PreparedProblems
 from mars2_jax.tasks.problem import Problem
 from mars2_jax.tasks.sources import load
 from mars2_jax.training.agent import Member, ModelFile, build_team, make_prompter, open_models
 
 __all__ = [
     "Setup",
+    "all_public",
     "check_rows",
     "check_space",
     "check_trainable",
@@ -36,15 +38,14 @@ __all__ = [
 ]
 
 
-def train_problems(config: FrozenConfigDict) -> list[Problem]:
+def train_problems(config: FrozenConfigDict) -> Sequence[Problem]:
     """The training problems.
 
     Raises:
       DataError: none are left, or one has no public tests where those alone pay.
     """
-    data = config.data
-    problems = load(data.source, data.split, difficulty=data.difficulty, limit=data.limit)
-    if config.grading.reward_tests == "public":
+    problems = _load(config.data)
+    if config.grading.reward_tests == "public" and not all_public(problems):
         for problem in problems:
             if not problem.public:
                 raise DataError(
@@ -54,10 +55,28 @@ def train_problems(config: FrozenConfigDict) -> list[Problem]:
     return problems
 
 
-def eval_problems(config: FrozenConfigDict) -> list[Problem]:
+def eval_problems(config: FrozenConfigDict) -> Sequence[Problem]:
     """The problems that judge."""
-    data = config.eval
-    return load(data.source, data.split, difficulty=data.difficulty, limit=data.limit)
+    return _load(config.eval)
+
+
+def all_public(problems: Sequence[Problem]) -> bool:
+    """Whether every problem has public tests. Of a set that was built, none is read for it."""
+    if isinstance(problems, PreparedProblems):
+        return problems.all_public
+    return all(problem.public for problem in problems)
+
+
+def _load(section: FrozenConfigDict) -> Sequence[Problem]:
+    return load(
+        section.source,
+        section.split,
+        difficulty=section.difficulty,
+        limit=section.limit,
+        date_from=section.date_from,
+        date_to=section.date_to,
+        public_tests=section.public_tests,
+    )
 
 
 def start_grader(config: FrozenConfigDict) -> Grader:
@@ -100,11 +119,20 @@ class Setup:
         for name, agent in config.agents.items():
             if is_served(agent):
                 check_endpoint(name, agent.endpoint)
-                continue
-            model = files[config.agents[weight_owner(config.agents, name)].model.path]
-            for problems, single in ((searched, False), (answered, True)):
-                prompter = make_prompter(name, config, model.tokenizer, single=single)
-                for problem in problems:
+        for problems, single in ((searched, False), (answered, True)):
+            prompters = [
+                make_prompter(
+                    name,
+                    config,
+                    files[config.agents[weight_owner(config.agents, name)].model.path].tokenizer,
+                    single=single,
+                )
+                for name, agent in config.agents.items()
+                if not is_served(agent)
+            ]
+            # Each problem once for all: of a set that was built, it is read and decoded.
+            for problem in problems:
+                for prompter in prompters:
                     prompter.attempt(problem)
         return cls(config, files, mesh)
 

@@ -13,12 +13,12 @@ import numpy as np
 from ml_collections import FrozenConfigDict
 from rich.console import Console
 
-from mars2_jax.config import as_json, write_config
+from mars2_jax.config import as_json, check_key, write_config
 from mars2_jax.errors import ConfigError
 from mars2_jax.rollout.programs import compilations
 from mars2_jax.roster import weight_owner
 from mars2_jax.search.explore import explore
-from mars2_jax.tasks.order import problems_for_step
+from mars2_jax.tasks.iterator import ProblemIterator
 from mars2_jax.tasks.problem import Problem
 from mars2_jax.training.agent import Agent, reset_engines
 from mars2_jax.training.buffer import Buffer, TreeKey
@@ -104,8 +104,15 @@ class Trainer:
         console: Console,
     ):
         self.config, self.mesh = setup.config, setup.mesh
-        self.problems, self.judges, self.grader = problems, judges, grader
+        self.judges, self.grader = judges, grader
         self.checkpointer, self.workdir, self.console = checkpointer, workdir, console
+        self.problem_iterator = ProblemIterator(
+            problems,
+            problems_per_step=self.config.data.problems_per_step,
+            seed=self.config.seed,
+            shard_index=jax.process_index(),
+            shard_count=jax.process_count(),
+        )
         self.evaluations: dict[str, dict[str, float]] = {}
         console.print(f"loading {', '.join(setup.files)}", highlight=False)
         self.team = setup.team()
@@ -144,10 +151,7 @@ class Trainer:
 
     def _train_step(self, progress: Progress, metrics: MetricsWriter) -> str:
         config, step = self.config, self.step + 1
-        chosen = [
-            self.problems[i]
-            for i in problems_for_step(len(self.problems), self.step, config.data.problems_per_step, config.seed)
-        ]
+        chosen = next(self.problem_iterator)
         reset_engines(self.team)
         writers = [agent.writer(training_sampling(config)) for agent in self.team]
         exploration = explore(
@@ -223,7 +227,11 @@ class Trainer:
         host = {
             f"{agent.name}/{name}": array for agent in self.learners for name, array in agent.buffer.to_arrays().items()
         }
-        meta = {"config": as_json(self.config), "evaluations": self.evaluations}
+        meta = {
+            "config": as_json(self.config),
+            "evaluations": self.evaluations,
+            "problems": self.problem_iterator.get_state(),
+        }
         self.checkpointer.save(self.step, {agent.name: agent.state for agent in self.learners}, meta, host)
 
     def _restore(self) -> int:
@@ -235,6 +243,8 @@ class Trainer:
             prefix = f"{agent.name}/"
             arrays = {n.removeprefix(prefix): a for n, a in saved.host.items() if n.startswith(prefix)}
             agent.buffer = Buffer.from_arrays(arrays)
+        # Checkpoints of earlier versions hold no state of the iterator: it has made a step for each of the run's.
+        self.problem_iterator.set_state(saved.meta.get("problems", {"step": saved.step}))
         if saved.meta["config"]["eval"] == as_json(self.config)["eval"]:
             self.evaluations = dict(saved.meta["evaluations"])
         if saved.step < self.config.training.steps:
@@ -267,10 +277,14 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     Raises:
       ConfigError: names the first key that differs and may not.
     """
-    for key in sorted(_flat(saved).keys() | _flat(now).keys()):
+    before, after = _flat(saved), _flat(now)
+    for key in sorted(before.keys() | after.keys()):
         if any(key == allowed or key.startswith(f"{allowed}.") for allowed in _MAY_CHANGE):
             continue
-        old, new = _flat(saved).get(key), _flat(now).get(key)
+        old, new = before.get(key), after.get(key)
+        # A key that is younger than the run: it did what the default now does.
+        if key.startswith("data.") and key not in before:
+            old = check_key(key)
         if old != new:
             raise ConfigError(
                 f"config.{key} is {new!r}, but the run in this workdir was started with {old!r}: "
