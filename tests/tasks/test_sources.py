@@ -139,7 +139,7 @@ def test_bad_files(tmp_path: pathlib.Path, lines: list[Any], parts: list[str]) -
         ({"source": "starters"}, "'starters' is not known: use 'starter', 'human_eval', 'leetcode', the path of"),
         ({"source": "lcb:data.jsonl.zip"}, "is not known: .* <layout>:<path> with one of own, human_eval, mbpp"),
         ({"source": "taco:no/such"}, "cannot read problem file 'no/such' .no such file.: give the path of a file or"),
-        ({"source": f"taco:{__file__}"}, "does not end in .jsonl, .jsonl.gz, .json, .parquet: convert or rename it"),
+        ({"source": f"taco:{__file__}"}, "has another ending than .jsonl, .jsonl.gz, .json, .parquet: convert or"),
         ({"source": "no/such.jsonl"}, "cannot read problem file 'no/such.jsonl'"),
         ({"split": "dev"}, "no split 'dev': use one of test, train"),
         ({"source": "human_eval", "split": "train"}, "no split 'train': use one of test"),
