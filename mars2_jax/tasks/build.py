@@ -10,11 +10,15 @@ looks like a set. The next one takes the rest away.
 from __future__ import annotations
 
 import collections
+import contextlib
 import fcntl
+import io
 import pathlib
 import re
 import shutil
-from collections.abc import Callable, Iterator
+import tempfile
+import types
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tensorflow_datasets as tfds
@@ -25,10 +29,13 @@ from mars2_jax.tasks.layouts import Entry
 from mars2_jax.tasks.sources import entries
 from mars2_jax.tasks.stored import to_text
 
-__all__ = ["EVERY", "NAME", "VERSION", "build"]
+__all__ = ["EVERY", "INCOMPLETE", "NAME", "VERSION", "build"]
 
 NAME, VERSION = "problems", "1.0.0"
 """Of the TFDS data set: it lies in `<folder>/problems/1.0.0`. Another version is another way to store a problem."""
+
+INCOMPLETE = f"incomplete.*_{VERSION}"
+"""What TFDS calls the folder that it writes to."""
 
 EVERY = "every"
 """TFDS split of the problems that belong to every split."""
@@ -41,6 +48,8 @@ class Problems(tfds.core.GeneratorBasedBuilder):
 
     VERSION = tfds.core.Version(VERSION)
     name = NAME
+    # Nothing is downloaded. TFDS 4.9.10 looks for checksums with a package that it does not ask for.
+    url_infos: Mapping[str, Any] = types.MappingProxyType({})
 
     def __init__(self, *, read: Callable[[], Iterator[Entry]], progress: Progress | None = None, **kwargs: Any):
         self._read, self._progress, self._done = read, progress, 0
@@ -88,6 +97,17 @@ def _tfds_split(split: str) -> str:
     return name
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """TFDS prints progress bars of its own, and that it would download."""
+    tfds.disable_progress_bar()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        tfds.enable_progress_bar()
+
+
 def build(
     source: str,
     folder: str,
@@ -125,7 +145,7 @@ def build(
         if target.exists():
             raise DataError(f"{root} holds a problem set already: remove it or choose another folder")
         with storage(root):
-            for left in (root / NAME).glob(f"{VERSION}.incomplete*"):
+            for left in (root / NAME).glob(INCOMPLETE):
                 shutil.rmtree(left)
             told: set[str] = set()
 
@@ -136,5 +156,8 @@ def build(
                     on_bad(error)
 
             read = lambda: entries(source, public_tests=public_tests, on_bad=tell_once if on_bad else None)
-            Problems(read=read, progress=progress, data_dir=str(root)).download_and_prepare()
+            # TFDS makes a folder for downloads, though there are none.
+            with _quiet(), tempfile.TemporaryDirectory() as nowhere:
+                builder = Problems(read=read, progress=progress, data_dir=str(root))
+                builder.download_and_prepare(download_dir=nowhere)
     return target

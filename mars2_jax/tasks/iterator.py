@@ -20,6 +20,10 @@ from mars2_jax.tasks.problem import Problem
 __all__ = ["ProblemIterator"]
 
 
+_ENDLESS = 1 << 40
+"""Problems; Grain's own endlessness overflows when it is cut into batches."""
+
+
 class _Ordered(grain.MapDataset[Problem]):
     """A data set in an order of its own in each epoch."""
 
@@ -75,7 +79,8 @@ class ProblemIterator(Iterator[list[Problem]]):
         # One step ahead in a thread where problems have to be read and decoded first.
         ahead = int(isinstance(problems, PreparedProblems))
         options = grain.ReadOptions(num_threads=ahead, prefetch_buffer_size=ahead)
-        steps = _Ordered(grain.MapDataset.source(problems), seed).repeat()[shard_index::shard_count]
+        epochs = _ENDLESS // len(problems) + 1
+        steps = _Ordered(grain.MapDataset.source(problems), seed).repeat(epochs)[shard_index::shard_count]
         steps = steps.batch(problems_per_step // shard_count, batch_fn=list)
         self._steps = iter(steps.to_iter_dataset(options))
         self._problems = problems

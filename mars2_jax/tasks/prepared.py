@@ -62,12 +62,12 @@ def find_prepared(folder: pathlib.Path) -> pathlib.Path:
     Raises:
       DataError: there is none.
     """
-    from mars2_jax.tasks.build import NAME, VERSION
+    from mars2_jax.tasks.build import INCOMPLETE, NAME, VERSION
 
     for place in (folder, folder / NAME / VERSION):
         if (place / "dataset_info.json").is_file():
             return place
-    if any((folder / NAME).glob(f"{VERSION}.incomplete*")):
+    if any((folder / NAME).glob(INCOMPLETE)):
         raise DataError(f"the build in {folder} did not come to its end: build it again")
     raise DataError(
         f"the folder {folder} holds no problem set that was built: build it, or write <layout>:{folder} for files in "

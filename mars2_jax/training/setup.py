@@ -7,7 +7,7 @@ import dataclasses
 import fcntl
 import pathlib
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from jax.sharding import Mesh
 from ml_collections import FrozenConfigDict
@@ -97,8 +97,8 @@ class Setup:
         cls,
         config: FrozenConfigDict,
         *,
-        searched: Sequence[Problem] = (),
-        answered: Sequence[Problem] = (),
+        searched: Iterable[Problem] = (),
+        answered: Iterable[Problem] = (),
         learn: bool = True,
     ) -> Setup:
         """Opens the models, sees that every problem fits every agent's prompt, and that every endpoint answers.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 import time
 from collections import defaultdict
@@ -64,7 +65,8 @@ def train(config: FrozenConfigDict, workdir: str, console: Console | None = None
     check_trainable(config)
     problems = train_problems(config)
     judges = eval_problems(config) if config.training.evaluate else []
-    searched = [*problems, *(judges if searchable(config, judges) else [])]
+    # Not a list: a set that was built may be larger than memory.
+    searched = itertools.chain(problems, judges if searchable(config, judges) else [])
     keep, every = config.training.keep, config.training.checkpoint_every
     # The grader first: its processes must not be started from one in which JAX's threads run, and Orbax wakes them.
     with (

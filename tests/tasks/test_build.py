@@ -118,13 +118,13 @@ def test_nothing_is_built_of_a_source_that_is_wrong_somewhere(tmp_path: pathlib.
 
 def test_a_build_that_was_killed_leaves_no_set(tmp_path: pathlib.Path) -> None:
     with (tmp_path / "big.jsonl").open("w") as file:
-        for i in range(40_000):
+        for i in range(20_000):
             record = {"id": str(i), "statement": "s" * 500, "hidden": [{"stdin": "", "stdout": ""}]}
             file.write(json.dumps(record) + "\n")
     code = f"from mars2_jax.tasks.build import build; build({str(tmp_path / 'big.jsonl')!r}, {str(tmp_path / 'b')!r})"
     process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)})
     deadline = time.monotonic() + 60
-    while not list((tmp_path / "b").glob("problems/1.0.0.incomplete*/*.array_record*")):
+    while not list((tmp_path / "b").glob("problems/incomplete.*")):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
