@@ -84,8 +84,7 @@ def load(
         return open_prepared(folder, selection)
     problems: list[Problem] = []
     splits: set[str] = set()
-    for entry in entries(source, split=split, public_tests=public_tests):
-        splits.add(entry.split)
+    for entry in _entries(source, split, public_tests, None, splits):
         if selection.takes(entry.problem.id, entry.split, entry.problem.difficulty, entry.date):
             problems.append(entry.problem)
             if len(problems) == limit:
@@ -99,7 +98,6 @@ def entries(source: str, *, split: str = "all", public_tests: int = 2, on_bad: O
 
     Args:
       source: see above.
-      split: leave out files that are of another split as a whole; their other entries are given, too.
       public_tests: how many tests are public where the source does not say which.
       on_bad: called with what is wrong with a record, which is then left out; by default it is raised.
 
@@ -107,13 +105,20 @@ def entries(source: str, *, split: str = "all", public_tests: int = 2, on_bad: O
       DataError: the source is unknown or cannot be read, and, without `on_bad`, a record is malformed or its id is used
         twice.
     """
+    return _entries(source, ALL, public_tests, on_bad, set())
+
+
+def _entries(source: str, split: str, public_tests: int, on_bad: OnBad | None, splits: set[str]) -> Iterator[Entry]:
+    """The entries of a source but for files that are of another split as a whole. All splits go to `splits`."""
     if (folder := _prepared(source)) is not None:
         from mars2_jax.tasks.prepared import prepared_entries
 
-        yield from prepared_entries(folder)
+        for entry in prepared_entries(folder):
+            splits.add(entry.split)
+            yield entry
         return
     places: dict[str, str] = {}
-    for raw in _raw(source, split, public_tests):
+    for raw in _raw(source, split, public_tests, splits):
         try:
             entry = raw.layout(raw.record, raw.origin)
             if (first := places.get(entry.problem.id)) is not None:
@@ -125,8 +130,10 @@ def entries(source: str, *, split: str = "all", public_tests: int = 2, on_bad: O
             on_bad(placed)
             continue
         places[entry.problem.id] = raw.place
-        yield entry if entry.split else dataclasses.replace(entry, split=raw.split)
-    if not places and on_bad is None:
+        entry = entry if entry.split else dataclasses.replace(entry, split=raw.split)
+        splits.add(entry.split)
+        yield entry
+    if not splits and on_bad is None:
         raise DataError(f"{source} holds no problems: add one JSON object a line")
 
 
@@ -137,8 +144,7 @@ def split_entries(source: str, split: str, *, public_tests: int = 2, on_bad: OnB
       DataError: also if the source has no such split.
     """
     selection, splits, found = Selection.parse(split), set[str](), 0
-    for entry in entries(source, split=split, public_tests=public_tests, on_bad=on_bad):
-        splits.add(entry.split)
+    for entry in _entries(source, split, public_tests, on_bad, splits):
         if selection.takes(entry.problem.id, entry.split, entry.problem.difficulty, entry.date):
             found += 1
             yield entry
@@ -160,7 +166,7 @@ class _Raw:
     split: str
 
 
-def _raw(source: str, split: str, public_tests: int) -> Iterator[_Raw]:
+def _raw(source: str, split: str, public_tests: int, splits: set[str]) -> Iterator[_Raw]:
     if source == "starter":
         text = importlib.resources.files("mars2_jax.tasks").joinpath("data/starter.jsonl").read_text("utf-8")
         for number, record in parse_lines("starter.jsonl", text.split("\n"), strict=True):
@@ -180,6 +186,8 @@ def _raw(source: str, split: str, public_tests: int) -> Iterator[_Raw]:
             if layout in _RECORDS_SAY or split == ALL or file_split in ("", split):
                 file = dataclasses.replace(file, split=file_split)
                 yield from _file(file, source_name(source), LAYOUTS[layout], public_tests, strict=layout == "own")
+            else:
+                splits.add(file_split)
 
 
 def _file(file: RecordFile, source: str, layout: Layout, public_tests: int, *, strict: bool) -> Iterator[_Raw]:

@@ -98,6 +98,8 @@ def test_deepcoder(tmp_path: pathlib.Path) -> None:
     ]
     assert [p.id for p in sources.load(source, "test")] == list(problems)[:2]
     assert [p.id for p in sources.load(source, "train")] == list(problems)[2:]
+    with pytest.raises(DataError, match="has no split 'validation': use one of test, train"):
+        sources.load(source, "validation")
     codeforces, lcb, words, counts, sums, evens = problems.values()
     assert (codeforces.public, codeforces.hidden) == ((StdioTest("4", "YES"),), (StdioTest("3", "NO"),))
     assert lcb.entry_point == "Solution.larger" and lcb.tests == (CallTest((1, 2), 2), CallTest((5, -5), 5))

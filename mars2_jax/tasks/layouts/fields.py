@@ -70,8 +70,11 @@ def check_plain(value: Any, depth: int = 0) -> None:
     if depth > _MAX_NESTING:
         raise DataError(f"a value is nested deeper than {_MAX_NESTING} levels: make it flatter")
     if isinstance(value, str):
-        if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
-            raise DataError("a text holds half of a surrogate pair (\\ud800 to \\udfff): write the whole character")
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError:
+            message = "a text holds half of a surrogate pair (\\ud800 to \\udfff): write the whole character"
+            raise DataError(message) from None
     elif isinstance(value, Mapping):
         for key, inner in value.items():
             check_plain(key, depth + 1)
