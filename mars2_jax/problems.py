@@ -42,7 +42,11 @@ def main() -> None:
 
     assert _SOURCE.value is not None  # a required flag
     working = Progress(
-        SpinnerColumn(), TextColumn("{task.completed:.0f} problems"), console=Console(stderr=True), transient=True
+        SpinnerColumn(),
+        TextColumn("{task.completed:.0f} problems"),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
     )
     if _BUILD.value is not None:
         _build(working, working.add_task("build", total=None))

@@ -88,7 +88,7 @@ def plus_tests(record: Mapping[str, Any], name: str, reference: str) -> tuple[As
         raise DataError("field 'atol' must be a number")
     tests = []
     for field in ("base_input", "plus_input"):
-        inputs = parse_json(record.get(field, []), field)
+        inputs = parse_json(record.get(field), field) or []  # MBPP+ 0.1.0 has an empty object for none
         if not isinstance(inputs, list) or not all(isinstance(args, list | tuple) for args in inputs):
             raise DataError(f"field {field!r} must be a list of lists of arguments")
         check_plain(inputs)

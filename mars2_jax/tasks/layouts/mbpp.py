@@ -45,12 +45,11 @@ def mbpp_problem(record: Mapping[str, Any], origin: Origin) -> Entry:
     plus = "base_input" in record or "plus_input" in record
     # MBPP+ has whole programs for solutions, under a prompt that is one long string.
     reference = solution if (tree := parse(solution)) and find_function(tree, entry_point) else prompt + solution
-    tree = parse(reference)
-    if tree is None or find_function(tree, entry_point) is None:
-        raise DataError(f"the canonical solution does not define {entry_point!r}: is the file damaged?")
     head = parse_starter(prompt)
     starter = prompt if head and find_function(head, entry_point) else ""
     if plus:
+        if (tree := parse(reference)) is None or find_function(tree, entry_point) is None:
+            raise DataError(f"the canonical solution does not define {entry_point!r}: is the file damaged?")
         inputs = {f: typed_inputs(number, parse_json(record.get(f, []), f)) for f in ("base_input", "plus_input")}
         tests: tuple[AssertTest, ...] = plus_tests({**record, **inputs}, entry_point, reference)
     else:
