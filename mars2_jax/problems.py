@@ -59,6 +59,7 @@ def _build(working, task) -> None:
         raise ConfigError("--build takes the whole source and checks nothing: give --check, --against or --split apart")
     from mars2_jax.tasks.build import build
 
+    assert _SOURCE.value is not None and _BUILD.value is not None
     tell = lambda error: print("left out:", error, file=sys.stderr)
     with working:
         build(

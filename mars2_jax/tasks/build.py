@@ -43,7 +43,7 @@ EVERY = "every"
 Progress = Callable[[int], None]
 
 
-class Problems(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+class Problems(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
     """The TFDS data set: an example a problem, in the order of the source."""
 
     VERSION = tfds.core.Version(VERSION)

@@ -8,7 +8,18 @@ from mars2_jax.tasks.syntax import find_function, parse, parse_starter, used_nam
 
 __all__ = ["annotated_depth", "entry_point_of", "with_imports", "with_typing"]
 
-_TYPING = ("Any", "Callable", "Deque", "Dict", "FrozenSet", "Iterable", "Iterator", "List", "NamedTuple", "Optional")
+_TYPING: tuple[str, ...] = (
+    "Any",
+    "Callable",
+    "Deque",
+    "Dict",
+    "FrozenSet",
+    "Iterable",
+    "Iterator",
+    "List",
+    "NamedTuple",
+    "Optional",
+)
 _TYPING += ("Sequence", "Set", "Tuple", "Union")
 _MODULES = {
     "typing": _TYPING,
@@ -20,7 +31,7 @@ _MODULES = {
     "math": ("ceil", "comb", "factorial", "floor", "gcd", "inf", "isqrt", "sqrt"),
 }
 _FROM = {name: module for module, names in _MODULES.items() for name in names}
-_WHOLE = (
+_WHOLE: tuple[str, ...] = (
     "bisect",
     "collections",
     "functools",

@@ -137,7 +137,7 @@ def _pickled_string(data: bytes) -> str:
     try:
         for opcode, argument, _ in pickletools.genops(data):
             if opcode.name in _STRING_OPCODES:
-                strings.append(argument)
+                strings.append(str(argument))
             elif opcode.name not in _OTHER_OPCODES:
                 raise DataError(
                     f"field 'private_test_cases' holds a pickle of more than a string (opcode {opcode.name}), which "
