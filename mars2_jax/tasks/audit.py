@@ -194,7 +194,7 @@ def _shown(problem: Problem, number: int) -> str:
     if isinstance(test, StdioTest):
         return _short(f"input {test.stdin!r}, expected {test.stdout!r}")
     try:
-        text = f"{test.args!r}, expected {test.expected!r}" if isinstance(test, CallTest) else test.code
+        text = f"{test.args!r}, expected {test.expected!r}" if isinstance(test, CallTest) else test.code[:80]
     except ValueError:  # integers that Python does not write out
         text = "a call with an integer of thousands of digits"
     return _short(text)

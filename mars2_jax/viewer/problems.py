@@ -26,8 +26,8 @@ _SHOWN = 20
 
 def print_inventory(console: Console, source: str, inventory: Mapping[str, Any]) -> None:
     """Prints counts, as `Inventory.as_json` gives them."""
-    table = Table("", title=f"{source}: {inventory['problems']} problems", title_justify="left", show_header=False)
-    table.add_column()
+    console.print(f"{source}: {inventory['problems']} problems", highlight=False, markup=False, soft_wrap=True)
+    table = Table("", "", show_header=False)
     for key, title in (
         ("splits", "split"),
         ("difficulties", "difficulty"),

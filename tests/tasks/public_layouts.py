@@ -204,6 +204,16 @@ MBPP_PLUS = {
     "atol": 0,
     "contract": "",
 }
+MBPP_PLUS_MATCH = {
+    "task_id": "Mbpp/737",
+    "prompt": '"""\nWrite a function to check whether the string starts with a vowel or not using regex.\n"""\n',
+    "entry_point": "check_str",
+    "canonical_solution": '\nimport re\ndef check_str(s):\n  return re.search("^[aeiouAEIOU]", s)\n',
+    "base_input": [["annie"], ["dawood"]],
+    "plus_input": {},
+    "atol": 0,
+    "contract": "",
+}
 MBPP_PLUS_HUB = {
     **MBPP_SANITIZED,
     "test": (

@@ -199,6 +199,7 @@ def test_mbpp() -> None:
 
 
 WRONG = {
+    "Mbpp/737": "def check_str(s):\n    return None\n",
     "HumanEval/0": "def root(x):\n    return x / 2\n",
     "MBPP/11": "def add(a, b):\n    return a - b\n",
     "MBPP/602": "def around(r):\n    return 6 * r\n",
@@ -216,9 +217,19 @@ WRONG = {
         ("mbpp", public.MBPP_SANITIZED, "def around(r):\n    return r * 6.2831853\n"),
         ("mbpp", public.MBPP_MXEVAL, "def third(items):\n    return items[-1]\n"),
         ("mbpp", public.MBPP_PLUS, "def similar_elements(a, b):\n    return [x for x in b if x in a]\n"),
+        ("mbpp", public.MBPP_PLUS_MATCH, "def check_str(s):\n    return s[:1] in 'aeiouAEIOU'\n"),
         ("mbpp", public.MBPP_PLUS_HUB, "def around(r):\n    return r * 6.283185307\n"),
     ],
-    ids=["plus", "plus of the hub", "original", "sanitized", "mxeval", "mbpp plus", "mbpp plus of the hub"],
+    ids=[
+        "plus",
+        "plus of the hub",
+        "original",
+        "sanitized",
+        "mxeval",
+        "mbpp plus",
+        "mbpp plus, match",
+        "mbpp plus of the hub",
+    ],
 )
 def test_assertions_tell_right_from_wrong(grader: Grader, layout: str, record: dict[str, Any], also_right: str) -> None:
     problem = problem_of(layout, record)

@@ -23,8 +23,8 @@ from mars2_jax.tasks.syntax import context_statements, find_function, parse, sou
 
 __all__ = ["PLUS_LIMITS", "check_test", "human_eval_problem", "plus_tests"]
 
-PLUS_LIMITS = Limits(cpu_seconds=20.0, wall_seconds=60.0)
-"""Hundreds of inputs stand in one test, and the reference takes its time, too."""
+PLUS_LIMITS = Limits(cpu_seconds=20.0, wall_seconds=60.0, memory_mb=1024, output_kb=1 << 16)
+"""Hundreds of inputs stand in one test, some results are megabytes, and the reference takes its time, too."""
 
 
 def human_eval_problem(record: Mapping[str, Any], origin: Origin) -> Entry:
