@@ -184,6 +184,9 @@ def test_mbpp() -> None:
     entry = LAYOUTS["mbpp"](public.MBPP_SANITIZED, Origin("mbpp"))
     assert (entry.split, entry.problem.entry_point) == ("train", "around")
     assert entry.problem.hidden == (AssertTest("assert around(0) == 0", "import math\n"),)
+    sized = {**public.MBPP, "code": "import sys, re\ndef size(x):\n    return sys.getsizeof(x)\n"}
+    sized["test_list"] = ["assert size(()) == sys.getsizeof(())"]
+    assert problem_of("mbpp", sized).hidden[0] == AssertTest(sized["test_list"][0], "import sys, re\n")
     entry = LAYOUTS["mbpp"](public.MBPP_MXEVAL, Origin("mbpp"))
     assert (entry.split, entry.problem.public, entry.problem.starter) == ("train", (), public.MBPP_MXEVAL["prompt"])
     # A solution that is no Python is for the audit to tell: the tests are as good as others.

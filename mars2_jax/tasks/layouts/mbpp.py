@@ -26,7 +26,15 @@ from mars2_jax.tasks.layouts.fields import check_entry_point, optional_text, par
 from mars2_jax.tasks.layouts.human_eval import PLUS_LIMITS, check_test, plus_tests
 from mars2_jax.tasks.layouts.mbpp_types import typed_inputs
 from mars2_jax.tasks.problem import AssertTest, Limits, Problem
-from mars2_jax.tasks.syntax import context_statements, find_function, parse, parse_starter, source_of, used_names
+from mars2_jax.tasks.syntax import (
+    bound_names,
+    context_statements,
+    find_function,
+    parse,
+    parse_starter,
+    source_of,
+    used_names,
+)
 
 __all__ = ["mbpp_problem"]
 
@@ -80,6 +88,7 @@ def _listed(record: Mapping[str, Any], origin: Origin, number: int, name: str) -
         if parse(code) is None:
             raise DataError(f"{code[:80]!r} of the tests is no Python that can be parsed: is the file damaged?")
     entry_point = _called(reference, asserts)
+    setup += _imports(reference, asserts, setup)
     tests = [AssertTest(code=code, setup=setup) for code in asserts]
     public, hidden = split_tests(tests, origin.public_tests)
     plus = record.get("test") is not None
@@ -105,6 +114,15 @@ def _setup(record: Mapping[str, Any]) -> str:
     if not isinstance(imports, list) or not all(isinstance(line, str) for line in imports):
         raise DataError("field 'test_imports' must be a list of strings")
     return "".join(f"{line}\n" for line in imports)
+
+
+def _imports(reference: str, asserts: list[str], setup: str) -> str:
+    """The imports of the reference that assertions use and the setup lacks: they were written to run after it."""
+    tree = parse(reference)
+    used = set().union(*(used_names(ast.parse(code)) for code in asserts))
+    lacking = used.difference(*(bound_names(node) for node in ast.parse(setup).body))
+    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)] if tree else []
+    return source_of(reference, [node for node in imports if bound_names(node) & lacking])
 
 
 def _called(reference: str, asserts: list[str]) -> str:
