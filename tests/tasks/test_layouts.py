@@ -382,7 +382,6 @@ def test_literals_come_back() -> None:
 
 
 def test_leetcode() -> None:
-    pytest.importorskip("importlib.metadata")
     try:
         problems = sources.load("leetcode", "train")
     except DataError as error:
