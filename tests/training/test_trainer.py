@@ -14,7 +14,7 @@ import pytest
 from ml_collections import ConfigDict, FrozenConfigDict
 from rich.console import Console
 
-from mars2_jax.config import validate
+from mars2_jax.config import as_json, default_config, validate
 from mars2_jax.errors import ConfigError, DataError, GraderError, ModelError, PromptTooLong
 from mars2_jax.grading.verdict import Grade, TestResult, Verdict
 from mars2_jax.models.files import open_checkpoint
@@ -25,7 +25,7 @@ from mars2_jax.training.evaluation import run_evaluation
 from mars2_jax.training.metrics import read_metrics
 from mars2_jax.training.records import check_graded
 from mars2_jax.training.setup import claim
-from mars2_jax.training.trainer import train
+from mars2_jax.training.trainer import check_resumable, train
 from mars2_jax.training.trees import read_trees, trees_path
 from tests.learning import reference
 from tests.training.tiny_team import tiny_config
@@ -193,6 +193,19 @@ def test_another_config_is_refused_and_a_finished_run_shows_its_results(finished
     printed = run(config, workdir)
     assert "resuming after step 2" in printed and "pass@1" in printed
     assert [row["step"] for row in read_metrics(workdir / "metrics.jsonl")] == [0, 1, 2, 2]
+
+
+def test_a_run_that_is_older_than_a_key_of_its_data_goes_on():
+    now = as_json(default_config())
+    old = as_json(default_config())
+    for key in ("date_from", "date_to", "public_tests"):
+        del old["data"][key]
+    check_resumable(old, now)
+    now["data"]["public_tests"] = 3
+    with pytest.raises(
+        ConfigError, match="config.data.public_tests is 3, but the run in this workdir was started with 2"
+    ):
+        check_resumable(old, now)
 
 
 def test_other_problems_under_the_same_name_are_refused(finished):
