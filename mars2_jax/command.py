@@ -135,7 +135,7 @@ def _parse(argv: Sequence[str]) -> list[str]:
     """Parses like absl, but says what is wrong with `--config...` in the terms of the config."""
     config_file = None
     # Also in the form of two arguments, "--config FILE".
-    for argument, following in zip(argv[1:], [*argv[2:], ""], strict=True):
+    for argument, following in zip(argv[1:], [*argv[2:], ""], strict=False):
         if override := _OVERRIDE.fullmatch(argument):
             if not re.fullmatch(r"\w+(\.\w+)*", override[1]):
                 raise ConfigError(f"{argument!r} is no override: write --config.key.of.the.config=VALUE")

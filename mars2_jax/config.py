@@ -105,14 +105,23 @@ def default_config() -> ConfigDict:
             # Devices on each mesh axis; one of them may be -1 (all that are left).
             mesh=dict(data=1, fsdp=-1, tensor=1),
             data=dict(
-                # "starter", "human_eval", or a .jsonl file in this project's schema.
+                # "starter", "human_eval", "leetcode", a .jsonl file in this project's layout, "<layout>:<path>" of
+                # files in another one, or a folder that `python -m mars2_jax.problems --build` wrote
+                # (mars2_jax/tasks/sources.py).
                 source="starter",
+                # "all" is all of the source.
                 split="train",
                 # Keep only problems of these difficulties, comma-separated; "" keeps all.
                 difficulty="",
                 # Keep only the first so many problems; 0 keeps all.
                 limit=0,
-                # Problems (= trees) a training step.
+                # Keep only problems published from this day on, and up to that day, such as "2025-01-31"; "" keeps all.
+                date_from="",
+                date_to="",
+                # Public tests, which may be shown to a model, where the source does not say which: the first so many,
+                # but one is hidden always.
+                public_tests=2,
+                # Problems (= trees) a training step, of all hosts together.
                 problems_per_step=4,
             ),
             search=dict(
@@ -257,10 +266,14 @@ def default_config() -> ConfigDict:
                 may_change=(),
             ),
             eval=dict(
+                # As in `data`.
                 source="starter",
                 split="test",
                 difficulty="",
                 limit=0,
+                date_from="",
+                date_to="",
+                public_tests=2,
                 # Of the single answers behind Pass@1: temperature (0 is greedy), longest prompt and budget (0: those of
                 # `rollout`). The search samples as `rollout` says.
                 temperature=0.0,
@@ -304,6 +317,7 @@ _CHOICES = {
 _RANGES: dict[str, tuple[str, float | None, float | None, str]] = {
     "seed": ("[", 0, 2**32 - 1, "]"),
     "data.limit": ("[", 0, None, ")"),
+    "data.public_tests": ("[", 0, None, ")"),
     "data.problems_per_step": ("[", 1, None, ")"),
     "search.nodes": ("[", 1, None, ")"),
     "search.max_depth": ("[", 0, None, ")"),
@@ -344,6 +358,7 @@ _RANGES: dict[str, tuple[str, float | None, float | None, str]] = {
     "training.keep_best": ("[", 0, None, ")"),
     "training.evaluate_every": ("[", 0, None, ")"),
     "eval.limit": ("[", 0, None, ")"),
+    "eval.public_tests": ("[", 0, None, ")"),
     "eval.temperature": ("[", 0, None, ")"),
     "eval.max_prompt_tokens": ("[", 0, None, ")"),
     "eval.max_new_tokens": ("[", 0, None, ")"),

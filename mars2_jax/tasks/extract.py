@@ -6,7 +6,8 @@ The rules, in the order in which they win (each has an example in tests/tasks/te
      A fence that is never closed runs to the end. Whatever follows the last whole statement that parses is cut off.
   3. The last stretch of unfenced code that does so, or the whole answer.
   4. A block, or the whole answer, that continues the starter: the body of the function without its header.
-  5. A `class Solution` with a method of the entry point's name, where a plain function was asked for.
+  5. A `class Solution` with a method of the entry point's name, where a plain function was asked for; a plain function,
+     or a method without its class, where a method of `Solution` was.
   6. The last block or stretch that parses at all: the grader will say what it lacks.
 The starter's imports and helper functions are put in front where the program uses and does not define them.
 Nothing is executed.
@@ -64,8 +65,8 @@ def extract_program(text: str, problem: Problem) -> str:
         if continued := _continue_starter(body, problem):
             return continued
     for program, tree in programs:
-        if "." not in entry and find_function(tree, f"Solution.{entry}"):
-            program = f"{program.rstrip()}\n\n\n{entry} = Solution().{entry}\n"
+        if adapter := _adapter(tree, entry):
+            program = f"{program.rstrip()}\n\n\n{adapter}\n"
             return _with_context(program, ast.parse(program), problem)
     return programs[0][0] if programs else ""
 
@@ -151,6 +152,18 @@ def _continue_starter(body: str, problem: Problem) -> str:
         if function and any(own_returns(function)) and len(code) > len(best):
             best = code
     return best
+
+
+def _adapter(tree: ast.Module, entry: str) -> str:
+    """The lines that make a function of a method or the other way round; "" where the program has neither."""
+    owner, _, name = entry.rpartition(".")
+    if not owner:
+        return f"{entry} = Solution().{entry}" if find_function(tree, f"Solution.{entry}") else ""
+    function = find_function(tree, name)
+    if function is None or any(owner in bound_names(node) for node in tree.body):
+        return ""
+    bound = [arg.arg for arg in function.args.args[:1]] == ["self"]
+    return f"class {owner}:\n    {name} = {name if bound else f'staticmethod({name})'}"
 
 
 def _with_context(program: str, tree: ast.Module, problem: Problem) -> str:

@@ -170,7 +170,7 @@ def _failure(test: Test, result: TestResult, entry_point: str | None, limit: int
 def _example(test: Test, entry_point: str | None) -> str:
     match test:
         case CallTest():
-            return f"{_call(test, entry_point)} == {test.expected!r}"
+            return f"{_call(test, entry_point)} == {_shown(test.expected)}"
         case AssertTest():
             return test.code.strip()
         case StdioTest():
@@ -181,7 +181,14 @@ def _example(test: Test, entry_point: str | None) -> str:
 
 def _call(test: CallTest, entry_point: str | None) -> str:
     name = (entry_point or "").replace(".", "().", 1)
-    return f"{name}({', '.join([*map(repr, test.args), *(f'{k}={v!r}' for k, v in test.kwargs.items())])})"
+    return f"{name}({', '.join([*map(_shown, test.args), *(f'{k}={_shown(v)}' for k, v in test.kwargs.items())])})"
+
+
+def _shown(value: object) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # Python writes no integer of more than 4300 digits
+        return f"({type(value).__name__} too long to show)"
 
 
 def _stated(test: Test, problem: Problem) -> bool:

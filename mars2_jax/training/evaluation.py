@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -19,12 +18,14 @@ from mars2_jax.evaluation.evaluate import evaluate_agent, evaluate_team
 from mars2_jax.roster import is_served
 from mars2_jax.search.explore import Grader
 from mars2_jax.tasks.problem import Problem
+from mars2_jax.tasks.sources import source_name
 from mars2_jax.training.agent import Agent, Member, reset_engines
 from mars2_jax.training.checkpoint import Checkpointer
 from mars2_jax.training.endpoint import EndpointAgent
 from mars2_jax.training.keys import evaluation_key
 from mars2_jax.training.setup import (
     Setup,
+    all_public,
     calibrated,
     eval_problems,
     evaluation_sampling,
@@ -38,7 +39,7 @@ __all__ = ["evaluate", "run_evaluation", "searchable"]
 
 def searchable(config: FrozenConfigDict, problems: Sequence[Problem]) -> bool:
     """Whether a test-time search is asked for and can be guided: all problems have public tests."""
-    return config.eval.search_nodes > 0 and all(problem.public for problem in problems)
+    return config.eval.search_nodes > 0 and all_public(problems)
 
 
 def evaluate(
@@ -62,7 +63,7 @@ def evaluate(
       search, where it is searchable. The set is the source's name; of a file, without folder and ending.
     """
     key = evaluation_key(config.seed)
-    prefix = f"eval/{_name(config.eval.source)}"
+    prefix = f"eval/{source_name(config.eval.source)}"
     scores: dict[str, float] = {}
 
     def counter(name: str, total: int) -> Callable[[int, int], None]:
@@ -100,10 +101,6 @@ def evaluate(
         )
         scores |= {f"{prefix}/{name}": value for name, value in result.values.items()}
     return scores
-
-
-def _name(source: str) -> str:
-    return pathlib.Path(source).stem
 
 
 def run_evaluation(

@@ -7,7 +7,7 @@ import dataclasses
 import fcntl
 import pathlib
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from jax.sharding import Mesh
 from ml_collections import FrozenConfigDict
@@ -15,18 +15,20 @@ from rich.console import Console
 from rich.progress import Progress as Bars
 
 from mars2_jax.errors import ConfigError, DataError, StorageError
-from mars2_jax.grading.calibrate import calibrate
+from mars2_jax.grading.calibrate import calibrate, with_cpu_limit
 from mars2_jax.grading.grader import Grader, check_comparators
 from mars2_jax.parallel.mesh import make_mesh, row_shards
 from mars2_jax.rollout.endpoint import check_endpoint
 from mars2_jax.rollout.types import SamplingParams
 from mars2_jax.roster import is_served, weight_owner, weight_owners
+from mars2_jax.tasks.prepared import PreparedProblems
 from mars2_jax.tasks.problem import Problem
 from mars2_jax.tasks.sources import load
 from mars2_jax.training.agent import Member, ModelFile, build_team, make_prompter, open_models
 
 __all__ = [
     "Setup",
+    "all_public",
     "calibrated",
     "check_rows",
     "check_space",
@@ -40,16 +42,15 @@ __all__ = [
 ]
 
 
-def train_problems(config: FrozenConfigDict) -> list[Problem]:
+def train_problems(config: FrozenConfigDict) -> Sequence[Problem]:
     """The training problems.
 
     Raises:
       DataError: none are left, one has no public tests where those alone pay, or one asks for an unknown comparator.
     """
-    data = config.data
-    problems = load(data.source, data.split, difficulty=data.difficulty, limit=data.limit)
+    problems = _load(config.data)
     check_comparators(problems, config.grading.checkers)
-    if config.grading.reward_tests == "public":
+    if config.grading.reward_tests == "public" and not all_public(problems):
         for problem in problems:
             if not problem.public:
                 raise DataError(
@@ -59,16 +60,34 @@ def train_problems(config: FrozenConfigDict) -> list[Problem]:
     return problems
 
 
-def eval_problems(config: FrozenConfigDict) -> list[Problem]:
+def eval_problems(config: FrozenConfigDict) -> Sequence[Problem]:
     """The problems that judge.
 
     Raises:
       DataError: none are left, or one asks for an unknown comparator.
     """
-    data = config.eval
-    problems = load(data.source, data.split, difficulty=data.difficulty, limit=data.limit)
+    problems = _load(config.eval)
     check_comparators(problems, config.grading.checkers)
     return problems
+
+
+def all_public(problems: Sequence[Problem]) -> bool:
+    """Whether every problem has public tests. Of a set that was built, none is read for it."""
+    if isinstance(problems, PreparedProblems):
+        return problems.all_public
+    return all(problem.public for problem in problems)
+
+
+def _load(section: FrozenConfigDict) -> Sequence[Problem]:
+    return load(
+        section.source,
+        section.split,
+        difficulty=section.difficulty,
+        limit=section.limit,
+        date_from=section.date_from,
+        date_to=section.date_to,
+        public_tests=section.public_tests,
+    )
 
 
 def start_grader(config: FrozenConfigDict) -> Grader:
@@ -80,17 +99,19 @@ def start_grader(config: FrozenConfigDict) -> Grader:
 
 def calibrated(
     config: FrozenConfigDict, problems: Sequence[Problem], grader: Grader, console: Console
-) -> list[Problem]:
+) -> Sequence[Problem]:
     """The problems with the CPU limits that `config.grading.time_factor` asks for; prints what came of it."""
     grading = config.grading
     if not grading.time_factor or not problems:
-        return list(problems)
+        return problems
     with Bars(console=console, transient=True) as bars:
         bar = bars.add_task("timing the reference solutions", total=len(problems))
         advance = lambda done, total: bars.update(bar, completed=done, total=total)
         found = calibrate(problems, grader, factor=grading.time_factor, floor=grading.time_floor, progress=advance)
     console.print(found.report(), highlight=False, markup=False)
-    return found.problems
+    if isinstance(problems, PreparedProblems):
+        return problems.with_cpu_limits(found.cpu_seconds)
+    return [with_cpu_limit(problem, found.cpu_seconds.get(problem.id)) for problem in problems]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,8 +127,8 @@ class Setup:
         cls,
         config: FrozenConfigDict,
         *,
-        searched: Sequence[Problem] = (),
-        answered: Sequence[Problem] = (),
+        searched: Iterable[Problem] = (),
+        answered: Iterable[Problem] = (),
         learn: bool = True,
     ) -> Setup:
         """Opens the models, sees that every problem fits every agent's prompt, and that every endpoint answers.
@@ -128,11 +149,20 @@ class Setup:
         for name, agent in config.agents.items():
             if is_served(agent):
                 check_endpoint(name, agent.endpoint)
-                continue
-            model = files[config.agents[weight_owner(config.agents, name)].model.path]
-            for problems, single in ((searched, False), (answered, True)):
-                prompter = make_prompter(name, config, model.tokenizer, single=single)
-                for problem in problems:
+        for problems, single in ((searched, False), (answered, True)):
+            prompters = [
+                make_prompter(
+                    name,
+                    config,
+                    files[config.agents[weight_owner(config.agents, name)].model.path].tokenizer,
+                    single=single,
+                )
+                for name, agent in config.agents.items()
+                if not is_served(agent)
+            ]
+            # Each problem once for all: of a set that was built, it is read and decoded.
+            for problem in problems:
+                for prompter in prompters:
                     prompter.attempt(problem)
         return cls(config, files, mesh)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import pathlib
 import time
@@ -14,12 +15,12 @@ import numpy as np
 from ml_collections import FrozenConfigDict
 from rich.console import Console
 
-from mars2_jax.config import as_json, write_config
+from mars2_jax.config import as_json, check_key, write_config
 from mars2_jax.errors import ConfigError
 from mars2_jax.rollout.programs import compilations
 from mars2_jax.roster import weight_owner
 from mars2_jax.search.explore import Suspended, explore
-from mars2_jax.tasks.order import problems_for_step
+from mars2_jax.tasks.iterator import ProblemIterator
 from mars2_jax.tasks.problem import Problem
 from mars2_jax.training.agent import Agent, reset_engines
 from mars2_jax.training.buffer import Buffer, TreeKey
@@ -73,7 +74,8 @@ def train(config: FrozenConfigDict, workdir: str, console: Console | None = None
     check_trainable(config)
     problems = train_problems(config)
     judges = eval_problems(config) if config.training.evaluate else []
-    searched = [*problems, *(judges if searchable(config, judges) else [])]
+    # Not a list: a set that was built may be larger than memory.
+    searched = itertools.chain(problems, judges if searchable(config, judges) else [])
     training = config.training
     # The grader first: its processes must not be started from one in which JAX's threads run, and Orbax wakes them.
     with (
@@ -132,9 +134,16 @@ class Trainer:
         stop: StopRequest,
     ):
         self.config, self.mesh = setup.config, setup.mesh
-        self.problems, self.judges, self.grader = problems, judges, grader
+        self.judges, self.grader = judges, grader
         self.checkpointer, self.pending, self.workdir = checkpointer, pending, workdir
         self.console, self.stop = console, stop
+        self.problem_iterator = ProblemIterator(
+            problems,
+            problems_per_step=self.config.data.problems_per_step,
+            seed=self.config.seed,
+            shard_index=jax.process_index(),
+            shard_count=jax.process_count(),
+        )
         self.evaluations: dict[str, dict[str, float]] = {}
         # Metrics of the step just finished, its evaluation included.
         self.values: dict[str, Any] = {}
@@ -197,10 +206,8 @@ class Trainer:
 
     def _train_step(self, progress: Progress, metrics: MetricsWriter) -> str:
         config, step = self.config, self.step + 1
-        chosen = [
-            self.problems[i]
-            for i in problems_for_step(len(self.problems), self.step, config.data.problems_per_step, config.seed)
-        ]
+        position = self.problem_iterator.get_state()
+        chosen = next(self.problem_iterator)
         reset_engines(self.team)
         writers = [agent.writer(training_sampling(config)) for agent in self.team]
         suspended, self.suspended = self.suspended, None
@@ -218,6 +225,7 @@ class Trainer:
                 suspend=lambda: self.stop.requested,
             )
         except Suspended as search:
+            self.problem_iterator.set_state(position)
             if self.saved != self.step:
                 self._save()
             self.pending.keep(step, search.saved)
@@ -302,7 +310,12 @@ class Trainer:
         host = {
             f"{agent.name}/{name}": array for agent in self.learners for name, array in agent.buffer.to_arrays().items()
         }
-        meta = {"config": as_json(self.config), "evaluations": self.evaluations, "code": code_version()}
+        meta = {
+            "config": as_json(self.config),
+            "evaluations": self.evaluations,
+            "problems": self.problem_iterator.get_state(),
+            "code": code_version(),
+        }
         state = {agent.name: agent.state for agent in self.learners}
         self.checkpointer.save(self.step, state, meta, host, score=self.values.get(self.config.training.best_metric))
         self.saved = self.step
@@ -321,6 +334,8 @@ class Trainer:
             prefix = f"{agent.name}/"
             arrays = {n.removeprefix(prefix): a for n, a in saved.host.items() if n.startswith(prefix)}
             agent.buffer = Buffer.from_arrays(arrays)
+        # Checkpoints of earlier versions hold no state of the iterator: it has made a step for each of the run's.
+        self.problem_iterator.set_state(saved.meta.get("problems", {"step": saved.step}))
         if saved.meta["config"]["eval"] == as_json(self.config)["eval"]:
             self.evaluations = dict(saved.meta["evaluations"])
         if saved.step < self.config.training.steps:
@@ -362,9 +377,11 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], may_change
       ConfigError: names the first key that differs and may not.
     """
     within = lambda key, allowed: any(key == group or key.startswith(f"{group}.") for group in allowed)
+    before, after = _flat(saved), _flat(now)
     lines = []
-    for key in sorted(_flat(saved).keys() | _flat(now).keys()):
-        old, new = _flat(saved).get(key), _flat(now).get(key)
+    for key in sorted(before.keys() | after.keys()):
+        # A key that is younger than the run: it did what the default now does.
+        old, new = before[key] if key in before else check_key(key), after.get(key)
         if old == new or within(key, _MAY_CHANGE):
             continue
         if not within(key, may_change):

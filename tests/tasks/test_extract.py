@@ -132,6 +132,12 @@ def test_methods(passes: Callable[..., bool]) -> None:
     for body in ("        return n * 2\n", "return n * 2\n"):
         assert passes(extract_program(body, METHOD), METHOD)
     assert extract_program(fenced(whole) + fenced("print(1)\n"), METHOD) == whole
+    # A plain function, or a method without its class, will do.
+    for header in ("def double(n):", "def double(self, n):"):
+        program = extract_program(fenced(f"{header}\n    return n * 2\n"), METHOD)
+        assert "class Solution:\n    double = " in program and passes(program, METHOD)
+    other = "class Solution:\n    def halve(self, n):\n        return n / 2\n\n\ndef double(n):\n    return n * 2\n"
+    assert extract_program(fenced(other), METHOD) == other
 
 
 def test_scripts() -> None:

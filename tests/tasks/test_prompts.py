@@ -32,6 +32,11 @@ PROGRAM = "def double(n):\n    return n\n"
 PASS, WRONG = Result(Verdict.PASS), Result(Verdict.WRONG, actual="2")
 
 
+def test_integers_that_python_does_not_write_out() -> None:
+    problem = dataclasses.replace(DOUBLE, public=(CallTest((10**5000,), [2 * 10**5000]),))
+    assert "double((int too long to show)) == (list too long to show)" in attempt_messages(problem)[0]["content"]
+
+
 def text_of(messages: list[dict[str, str]]) -> str:
     (message,) = messages
     assert message["role"] == "user"

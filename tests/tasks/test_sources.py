@@ -26,6 +26,41 @@ GOOD: dict[str, Any] = {
 }
 
 
+BAD_RECORDS: list[tuple[dict[str, Any], list[str]]] = [
+    ({"id": None}, ["'id'", "must be a string"]),
+    ({"id": " "}, ["'id'", "not empty"]),
+    ({"statement": ...}, ["'statement'", "missing", "add it"]),
+    ({"public": ..., "hidden": ...}, ["'p1'", "no tests"]),
+    ({"public": [], "hidden": []}, ["'p1'", "no tests"]),
+    ({"entry_point": ...}, ["'p1'", "no entry_point"]),
+    ({"entry_point": "a b"}, ["'entry_point'", "'a b'", "function's name"]),
+    ({"difficulty": "tricky"}, ["'difficulty'", "'tricky'", "easy, medium, hard"]),
+    ({"answer": 1}, ["unknown field 'answer'", "remove it"]),
+    ({"public": {}}, ["'public'", "list of tests"]),
+    ({"public": [{"input": 1}]}, ["'public[0]'", "'args' and 'expected'"]),
+    ({"hidden": [GOOD["public"][0], 3]}, ["'hidden[1]'", "is no test"]),
+    ({"public": [{"args": 1, "expected": 2}]}, ["'public[0]'", "must be a list"]),
+    ({"public": [{"args": [], "expected": 2, "stdout": ""}]}, ["public[0] field 'stdout'", "remove it"]),
+    ({"public": [{"stdin": 1, "stdout": ""}]}, ["'public[0]'", "must be strings"]),
+    ({"limits": 3}, ["'limits'", "object"]),
+    ({"limits": {"cpu": 3}}, ["limits field 'cpu'", "cpu_seconds"]),
+    ({"limits": {"memory_mb": 0.5}}, ["'limits.memory_mb'", "an integer"]),
+    ({"limits": {"cpu_seconds": -1}}, ["'limits.cpu_seconds'", "above 0"]),
+    ({"limits": {"wall_seconds": 1e300}}, ["'limits.wall_seconds'", "at most 7200"]),
+    ({"limits": {"memory_mb": 10**15}}, ["'limits.memory_mb'", "at most"]),
+    ({"entry_point": "class"}, ["'entry_point'", "'class'"]),
+    ({"public": [{"code": "assert f(1) ==="}]}, ["'public[0].code'", "parsed"]),
+    ({"public": [{"code": "assert f(1)", "setup": "import"}]}, ["'public[0].setup'", "parsed"]),
+    ({"public": [{"code": "# nothing"}]}, ["'public[0].code'", "no statement"]),
+    ({"statement": "x \ud800 y"}, ["surrogate"]),
+    ({"public": [{"args": ["\udfff"], "expected": 1}]}, ["surrogate"]),
+    ({"date": "soon"}, ["'date'", "'soon'", "2025-01-31"]),
+    ({"compare": ""}, ["'compare'", "not empty"]),
+    ({"compare": 1}, ["'compare'", "must be a string"]),
+    ({"public": [{"args": json.loads("[" * 150 + "]" * 150), "expected": 1}]}, ["nested deeper than 100"]),
+]
+
+
 def write(path: pathlib.Path, *records: Any) -> str:
     path.write_text("".join(json.dumps(r) + "\n" if not isinstance(r, str) else r + "\n" for r in records), "utf-8")
     return str(path)
@@ -58,43 +93,13 @@ def test_own_layout_reads_back(tmp_path: pathlib.Path) -> None:
     assert (second.id, third.id) == ("p2", "p3")
     assert third.public == (AssertTest("assert Solution().same(1) == 1", "import math"),)
     assert [p.id for p in sources.load(path, "test", difficulty="easy, hard")] == ["p3"]
+    assert [p.id for p in sources.load(path, "all")] == ["p1", "p2", "p3"]
+    assert [p.id for p in sources.load(f"own:{path}", "all")] == ["p1", "p2", "p3"]
     assert [p.id for p in sources.load(path, "train", limit=1)] == ["p1"]
     assert [p.id for p in sources.load(path, "train", limit=9)] == ["p1", "p2"]
 
 
-@pytest.mark.parametrize(
-    ("change", "parts"),
-    [
-        ({"id": None}, ["'id'", "must be a string"]),
-        ({"id": " "}, ["'id'", "not empty"]),
-        ({"statement": ...}, ["'statement'", "missing", "add it"]),
-        ({"public": ..., "hidden": ...}, ["'p1'", "no tests"]),
-        ({"public": [], "hidden": []}, ["'p1'", "no tests"]),
-        ({"entry_point": ...}, ["'p1'", "no entry_point"]),
-        ({"entry_point": "a b"}, ["'entry_point'", "'a b'", "function's name"]),
-        ({"difficulty": "tricky"}, ["'difficulty'", "'tricky'", "easy, medium, hard"]),
-        ({"answer": 1}, ["unknown field 'answer'", "remove it"]),
-        ({"public": {}}, ["'public'", "list of tests"]),
-        ({"public": [{"input": 1}]}, ["'public[0]'", "'args' and 'expected'"]),
-        ({"hidden": [GOOD["public"][0], 3]}, ["'hidden[1]'", "is no test"]),
-        ({"public": [{"args": 1, "expected": 2}]}, ["'public[0]'", "must be a list"]),
-        ({"public": [{"args": [], "expected": 2, "stdout": ""}]}, ["public[0] field 'stdout'", "remove it"]),
-        ({"public": [{"stdin": 1, "stdout": ""}]}, ["'public[0]'", "must be strings"]),
-        ({"limits": 3}, ["'limits'", "object"]),
-        ({"limits": {"cpu": 3}}, ["limits field 'cpu'", "cpu_seconds"]),
-        ({"limits": {"memory_mb": 0.5}}, ["'limits.memory_mb'", "an integer"]),
-        ({"limits": {"cpu_seconds": -1}}, ["'limits.cpu_seconds'", "above 0"]),
-        ({"limits": {"wall_seconds": 1e300}}, ["'limits.wall_seconds'", "at most 7200"]),
-        ({"limits": {"memory_mb": 10**15}}, ["'limits.memory_mb'", "at most"]),
-        ({"entry_point": "class"}, ["'entry_point'", "'class'"]),
-        ({"public": [{"code": "assert f(1) ==="}]}, ["'public[0].code'", "parsed"]),
-        ({"public": [{"code": "assert f(1)", "setup": "import"}]}, ["'public[0].setup'", "parsed"]),
-        ({"public": [{"code": "# nothing"}]}, ["'public[0].code'", "no statement"]),
-        ({"statement": "x \ud800 y"}, ["surrogate"]),
-        ({"public": [{"args": ["\udfff"], "expected": 1}]}, ["surrogate"]),
-        ({"public": [{"args": json.loads("[" * 150 + "]" * 150), "expected": 1}]}, ["nested deeper than 100"]),
-    ],
-)
+@pytest.mark.parametrize(("change", "parts"), BAD_RECORDS)
 def test_bad_records_name_line_field_and_remedy(
     tmp_path: pathlib.Path, change: dict[str, Any], parts: list[str]
 ) -> None:
@@ -131,11 +136,15 @@ def test_bad_files(tmp_path: pathlib.Path, lines: list[Any], parts: list[str]) -
 @pytest.mark.parametrize(
     ("kwargs", "match"),
     [
-        ({"source": "starters"}, "'starters' is not known: use 'starter', 'human_eval' or the path"),
+        ({"source": "starters"}, "'starters' is not known: use 'starter', 'human_eval', 'leetcode', the path of"),
+        ({"source": "lcb:data.jsonl.zip"}, "is not known: .* <layout>:<path> with one of own, human_eval, mbpp"),
+        ({"source": "taco:no/such"}, "cannot read problem file 'no/such' .no such file.: give the path of a file or"),
+        ({"source": f"taco:{__file__}"}, "has another ending than .jsonl, .jsonl.gz, .json, .parquet: convert or"),
         ({"source": "no/such.jsonl"}, "cannot read problem file 'no/such.jsonl'"),
         ({"split": "dev"}, "no split 'dev': use one of test, train"),
         ({"source": "human_eval", "split": "train"}, "no split 'train': use one of test"),
         ({"source": "human_eval", "split": "test", "difficulty": "easy"}, "no problem of difficulty 'easy'"),
+        ({"source": str(pathlib.Path(__file__).parent)}, "holds no problem set that was built: build it, or write"),
         ({"difficulty": "easy,meduim"}, "'meduim' is not known: use some of easy, medium, hard"),
         ({"limit": -1}, "limit of problems is -1"),
     ],

@@ -15,18 +15,19 @@ import pytest
 from ml_collections import ConfigDict, FrozenConfigDict
 from rich.console import Console
 
-from mars2_jax.config import validate
+from mars2_jax.config import as_json, default_config, validate
 from mars2_jax.errors import ConfigError, DataError, GraderError, ModelError, PromptTooLong
 from mars2_jax.grading.grader import Grader
 from mars2_jax.grading.verdict import Grade, TestResult, Verdict
 from mars2_jax.models.files import open_checkpoint
 from mars2_jax.models.weights import load
+from mars2_jax.tasks.build import build
 from mars2_jax.training.checkpoint import Checkpointer
 from mars2_jax.training.evaluation import run_evaluation
 from mars2_jax.training.metrics import read_metrics
 from mars2_jax.training.records import check_graded
 from mars2_jax.training.setup import claim
-from mars2_jax.training.trainer import train
+from mars2_jax.training.trainer import check_resumable, train
 from mars2_jax.training.trees import read_trees, trees_path
 from tests.learning import reference
 from tests.training.tiny_team import ANSWERS, tiny_config
@@ -301,6 +302,39 @@ def test_another_config_is_refused_and_a_finished_run_shows_its_results(finished
     printed = run(config, workdir)
     assert "resuming after step 2" in printed and "pass@1" in printed
     assert [row["step"] for row in read_metrics(workdir / "metrics.jsonl")] == [0, 1, 2, 2]
+
+
+def test_a_run_that_is_older_than_a_key_of_its_data_goes_on():
+    now = as_json(default_config())
+    old = as_json(default_config())
+    for key in ("date_from", "date_to", "public_tests"):
+        del old["data"][key]
+    check_resumable(old, now)
+    now["data"]["public_tests"] = 3
+    with pytest.raises(ConfigError, match="config.data.public_tests is 3, but the run in this workdir was"):
+        check_resumable(old, now)
+
+
+def test_other_problems_under_the_same_name_are_refused(finished):
+    config, workdir, _ = finished
+    path = pathlib.Path(config.data.source)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[::-1]))
+    try:
+        with pytest.raises(ConfigError, match="the problems of config.data are not those that the run in this workdir"):
+            run(config, workdir)
+    finally:
+        path.write_text("".join(lines))
+
+
+def test_a_set_that_was_built_trains_as_its_file_does(finished, tmp_path):
+    config, workdir, _ = finished
+    config = config.copy_and_resolve_references()
+    build(config.data.source, str(tmp_path / "built"))
+    config.data.source = str(tmp_path / "built")
+    config.training.update(steps=1, evaluate=False)
+    run(config, tmp_path / "run")
+    assert trees_path(tmp_path / "run", 1).read_text() == trees_path(workdir, 1).read_text()
 
 
 def test_resuming_replays_everything_that_a_result_hangs_on(folder, tmp_path):
