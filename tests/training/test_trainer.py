@@ -202,9 +202,7 @@ def test_a_run_that_is_older_than_a_key_of_its_data_goes_on():
         del old["data"][key]
     check_resumable(old, now)
     now["data"]["public_tests"] = 3
-    with pytest.raises(
-        ConfigError, match="config.data.public_tests is 3, but the run in this workdir was"
-    ):
+    with pytest.raises(ConfigError, match="config.data.public_tests is 3, but the run in this workdir was"):
         check_resumable(old, now)
 
 
