@@ -139,7 +139,7 @@ def make_rows(
     return Rows(tokens, index, mask, segment if packed else None)
 
 
-def in_rows(values: Sequence[Any], layout: Layout, shape: tuple[int, int]) -> np.ndarray:
+def in_rows(values: Sequence[Any], layout: Layout, shape: tuple[int, ...]) -> np.ndarray:
     """Puts what each response token has, [R] for each sample, where `Rows.index` has the token: [rows, response],
     float32, 0 elsewhere."""
     array = np.zeros(shape, np.float32)

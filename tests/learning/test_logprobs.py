@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.extend.core import jaxprs_in_params
 from jax.test_util import check_grads
 
 from mars2_jax.learning import logprobs
@@ -137,7 +138,7 @@ def _arrays(jaxpr):
     """All arrays that a program and those within it compute."""
     for equation in jaxpr.eqns:
         yield from (variable.aval for variable in equation.outvars)
-        for inner in jax.core.jaxprs_in_params(equation.params):
+        for inner in jaxprs_in_params(equation.params):
             yield from _arrays(inner)
 
 
