@@ -359,6 +359,7 @@ def test_plus_losses_run(folder, tmp_path):
     assert np.isfinite(read_metrics(tmp_path / "metrics.jsonl")[0]["agent/ann/loss"])
 
 
+@pytest.mark.slow
 def test_other_ways_to_learn_resume_with_the_same_bits(folder, tmp_path):
     """Other optimizers with schedules, packed rows, the KL in the reward, and trees of one problem that wait together:
     two problems for three trees a step."""
