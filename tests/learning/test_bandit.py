@@ -19,7 +19,7 @@ from mars2_jax.learning.update import Learner
 from mars2_jax.models.config import ModelConfig
 from mars2_jax.models.decoder import Decoder
 
-ARMS, TREES, NODES, UPDATES = 8, 4, 8, 30
+ARMS, TREES, NODES, UPDATES = 8, 4, 8, 40
 BANDIT = ModelConfig(
     vocab_size=ARMS, embed_dim=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp_dim=32, tied_embeddings=True
 )
