@@ -83,11 +83,23 @@ def agent_config() -> ConfigDict:
             # False: the agent plays but never learns.
             trainable=True,
             optimizer=dict(
+                # "adamw"; "adafactor", next to no optimizer memory; "muon" for the layers' matrices, with AdamW for the
+                # rest. Steps of all three have about the size of the learning rate.
+                name="adamw",
                 learning_rate=1e-6,
+                # Updates in which the rate grows linearly to learning_rate.
                 warmup_updates=0,
+                # After them: "constant", or "cosine" or "linear" to final_learning_rate within decay_updates.
+                schedule="constant",
+                decay_updates=0,
+                final_learning_rate=0.0,
+                # Of AdamW, and of muon's AdamW.
                 b1=0.9,
                 b2=0.999,
                 eps=1e-8,
+                # Of muon's matrices.
+                momentum=0.95,
+                # Of matrices, times the learning rate.
                 weight_decay=0.0,
                 max_grad_norm=1.0,
             ),
@@ -204,17 +216,21 @@ def default_config() -> ConfigDict:
                 time_floor=1.0,
             ),
             learning=dict(
-                # "mars2" or "grpo".
+                # Advantages: "mars2" (shaped rewards over the tree), "grpo" (raw ones), "rloo" (against the mean of the
+                # others), "treerl" and "treepo" (by subtrees), "tree_grpo" (over the tree and over all trees of the
+                # problem), "sibling" (over the children of one parent).
                 estimator="mars2",
-                # Tree-consistent shaping.
+                # Tree-consistent shaping, of mars2.
                 gamma=0.5,
                 lam=0.5,
-                # Advantages are normalised within "tree" or within "tree_agent".
+                # Of mars2, grpo and rloo: the group is the nodes of a "tree", or of an agent in it ("tree_agent").
                 group="tree",
-                # "std" or "none".
+                # Of mars2 and grpo: "std" or "none".
                 scale="std",
-                # "mean" or "leave_one_out".
+                # Of mars2 and grpo: "mean" or "leave_one_out".
                 baseline="mean",
+                # "clip" (PPO's clipped surrogate) or "cispo" (REINFORCE with a clipped importance weight).
+                objective="clip",
                 # "ppo" (token ratio) or "gspo" (sequence ratio).
                 ratio="ppo",
                 clip_low=0.2,
@@ -231,6 +247,8 @@ def default_config() -> ConfigDict:
                 # KL to the frozen reference: estimator "k1", "k2", "k3"; coefficient 0 keeps no reference.
                 kl="k3",
                 kl_coef=1e-3,
+                # Added to the "loss" of each token, or taken off the "reward" of a response, summed over its tokens.
+                kl_in="loss",
                 entropy_coef=0.0,
                 # "token_mean", "seq_mean" or "seq_mean_token_sum_norm".
                 aggregation="token_mean",
@@ -241,6 +259,9 @@ def default_config() -> ConfigDict:
                 train_batch_size=16,
                 # Rows of one micro-batch.
                 micro_batch_size=4,
+                # Tokens of a row into which several samples are packed, none seeing another, in updates and scores; 0
+                # gives each a row as long as the longest.
+                pack_tokens=0,
                 # Recompute activations in the backward pass: "none", "dots" (all but the outputs of matmuls with
                 # weights) or "layer" (all of a layer).
                 remat="none",
@@ -296,20 +317,24 @@ _CHOICES = {
     "grading.isolation": ("bubblewrap", "none"),
     "grading.reward": ("all", "fraction"),
     "grading.reward_tests": ("all", "public"),
-    "learning.estimator": ("mars2", "grpo"),
+    "learning.estimator": ("mars2", "grpo", "rloo", "treerl", "treepo", "tree_grpo", "sibling"),
     "learning.group": ("tree", "tree_agent"),
     "learning.scale": ("std", "none"),
     "learning.baseline": ("mean", "leave_one_out"),
+    "learning.objective": ("clip", "cispo"),
     "learning.ratio": ("ppo", "gspo"),
     "learning.tis": ("off", "token", "sequence", "geometric"),
     "learning.tis_mode": ("truncate", "mask"),
     "learning.kl": ("k1", "k2", "k3"),
+    "learning.kl_in": ("loss", "reward"),
     "learning.aggregation": ("token_mean", "seq_mean", "seq_mean_token_sum_norm"),
     "learning.remat": ("none", "dots", "layer"),
     "agents.*.enable_thinking": ("default", "on", "off"),
     "agents.*.model.dtype": ("auto", "float32", "bfloat16"),
     "agents.*.model.attention": ("auto", "xla", "cudnn", "splash"),
     "agents.*.model.lora.targets": ("attention", "mlp"),
+    "agents.*.optimizer.name": ("adamw", "adafactor", "muon"),
+    "agents.*.optimizer.schedule": ("constant", "cosine", "linear"),
     "agents.*.endpoint.token_limit": ("max_tokens", "max_completion_tokens"),
 }
 
@@ -351,6 +376,7 @@ _RANGES: dict[str, tuple[str, float | None, float | None, str]] = {
     "learning.overlong_factor": ("[", 0, None, ")"),
     "learning.train_batch_size": ("[", 1, None, ")"),
     "learning.micro_batch_size": ("[", 1, None, ")"),
+    "learning.pack_tokens": ("[", 0, None, ")"),
     "learning.scan_unroll": ("[", 0, None, ")"),
     "training.steps": ("[", 1, None, ")"),
     "training.checkpoint_every": ("[", 1, None, ")"),
@@ -370,6 +396,9 @@ _RANGES: dict[str, tuple[str, float | None, float | None, str]] = {
     "agents.*.endpoint.concurrency": ("[", 1, None, ")"),
     "agents.*.optimizer.learning_rate": ("[", 0, None, ")"),
     "agents.*.optimizer.warmup_updates": ("[", 0, None, ")"),
+    "agents.*.optimizer.decay_updates": ("[", 0, None, ")"),
+    "agents.*.optimizer.final_learning_rate": ("[", 0, None, ")"),
+    "agents.*.optimizer.momentum": ("[", 0, 1, ")"),
     "agents.*.optimizer.b1": ("[", 0, 1, ")"),
     "agents.*.optimizer.b2": ("[", 0, 1, ")"),
     "agents.*.optimizer.eps": ("[", 1e-30, None, ")"),
@@ -494,11 +523,54 @@ def _check_combinations(config: ConfigDict) -> None:
     check_roster(config, agent_config())
     _check_search(config)
     _check_grading(config.grading)
+    _check_learning(config)
+    _check_training(config.training)
+    for name, agent in config.agents.items():
+        _check_optimizer(f"agents.{name}.optimizer", agent.optimizer)
+
+
+# Options that some estimators, or some optimizers, do not read: which ones do.
+_READ_BY_ESTIMATORS = {
+    "gamma": ("mars2",),
+    "lam": ("mars2",),
+    "group": ("mars2", "grpo", "rloo"),
+    "scale": ("mars2", "grpo"),
+    "baseline": ("mars2", "grpo"),
+}
+_READ_BY_OPTIMIZERS = {
+    "b1": ("adamw", "muon"),
+    "b2": ("adamw", "muon"),
+    "eps": ("adamw", "muon"),
+    "momentum": ("muon",),
+}
+
+
+def _check_learning(config: ConfigDict) -> None:
     learning = config.learning
+    defaults = default_config().learning
+    for key, readers in _READ_BY_ESTIMATORS.items():
+        if learning.estimator not in readers:
+            _check_unread("learning", learning, defaults, key, f"estimator {learning.estimator!r} does not use it")
+    if learning.objective == "cispo":
+        _check_unread("learning", learning, defaults, "dual_clip", "objective 'cispo' does not use it")
+        if learning.ratio != "ppo":
+            raise ConfigError(
+                f"config.learning.ratio is {learning.ratio!r}, but objective 'cispo' weighs every token by its own "
+                "ratio: use 'ppo'"
+            )
+    if not learning.kl_coef:
+        for key in ("kl", "kl_in"):
+            _check_unread("learning", learning, defaults, key, "kl_coef is 0")
     if learning.train_batch_size % learning.micro_batch_size:
         raise ConfigError(
             f"config.learning.train_batch_size is {learning.train_batch_size}; it must be a multiple of "
             f"config.learning.micro_batch_size, which is {learning.micro_batch_size}"
+        )
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    if learning.pack_tokens and learning.pack_tokens < longest:
+        raise ConfigError(
+            f"config.learning.pack_tokens is {learning.pack_tokens}; it must hold the longest sample, "
+            f"max_prompt_tokens + max_new_tokens of config.rollout, which is {longest}, or be 0 for off"
         )
     if learning.dual_clip != 0 and learning.dual_clip <= 1 + learning.clip_high:
         raise ConfigError(
@@ -510,7 +582,6 @@ def _check_combinations(config: ConfigDict) -> None:
             f"config.learning.overlong_buffer is {learning.overlong_buffer}; with overlong_factor above 0 it must be "
             f"between 1 and config.rollout.max_new_tokens, which is {config.rollout.max_new_tokens}"
         )
-    _check_training(config.training)
     if learning.tis == "off" and learning.tis_veto > 0:
         raise ConfigError(
             f"config.learning.tis_veto is {learning.tis_veto}, but config.learning.tis is 'off'; set tis to use it"
@@ -528,6 +599,26 @@ def _check_grading(grading: ConfigDict) -> None:
         raise ConfigError(
             f"config.grading.time_floor is {floor}, but config.grading.time_factor is 0, which sets no limits: set it"
         )
+
+
+def _check_optimizer(key: str, optimizer: ConfigDict) -> None:
+    defaults = agent_config().optimizer
+    for option, readers in _READ_BY_OPTIMIZERS.items():
+        if optimizer.name not in readers:
+            _check_unread(key, optimizer, defaults, option, f"optimizer {optimizer.name!r} does not use it")
+    if optimizer.schedule == "constant":
+        for option in ("decay_updates", "final_learning_rate"):
+            _check_unread(key, optimizer, defaults, option, "schedule 'constant' does not use it")
+    elif not optimizer.decay_updates:
+        raise ConfigError(
+            f"config.{key}.decay_updates is 0, but schedule {optimizer.schedule!r} decays within that many updates: "
+            "set it"
+        )
+
+
+def _check_unread(path: str, group: ConfigDict, defaults: ConfigDict, key: str, why: str) -> None:
+    if group[key] != defaults[key]:
+        raise ConfigError(f"config.{path}.{key} is {group[key]!r}, but {why}: leave it at {defaults[key]!r}")
 
 
 def _check_mesh(key: str, sizes: dict[str, int], otherwise: str = "") -> None:

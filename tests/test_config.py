@@ -125,6 +125,13 @@ def test_a_value_of_another_type_is_refused(name, value):
         ("grading.checkers", ("exact=m:f",), "'exact' is built in"),
         ("grading.time_factor", 0.5, "is 0.5; it must be above 1, .* or 0 for off"),
         ("grading.time_floor", 0.5, "time_floor is 0.5, but config.grading.time_factor is 0"),
+        ("learning.pack_tokens", 1279, "must hold the longest sample, max_prompt_tokens .*, which is 1280, or be 0"),
+        ("agents.coder.optimizer.name", "adam", "it may be adamw, adafactor, muon; did you mean adamw?"),
+        (
+            "agents.coder.optimizer.schedule",
+            "cosine",
+            "decay_updates is 0, but schedule .cosine. decays",
+        ),
         ("seed", -1, "at least 0"),
     ],
 )
@@ -135,6 +142,54 @@ def test_values_and_combinations_that_are_refused(key, value, message):
         validate(config)
     assert "\n" not in str(caught.value)
     assert key.rpartition(".")[0] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"estimator": "grpo", "gamma": 0.3}, "gamma is 0.3, but estimator 'grpo' does not use it: leave it at 0.5"),
+        ({"estimator": "treerl", "lam": 0.3}, "lam is 0.3, but estimator 'treerl' does not use it"),
+        ({"estimator": "tree_grpo", "group": "tree_agent"}, "group is 'tree_agent', but estimator 'tree_grpo'"),
+        ({"estimator": "rloo", "scale": "none"}, "scale is 'none', but estimator 'rloo'"),
+        ({"estimator": "sibling", "baseline": "leave_one_out"}, "baseline is 'leave_one_out', but estimator 'sibling'"),
+        ({"objective": "cispo", "dual_clip": 3.0}, "dual_clip is 3.0, but objective 'cispo' does not use it"),
+        ({"objective": "cispo", "ratio": "gspo"}, "ratio is 'gspo', but objective 'cispo' weighs every token .*'ppo'"),
+        ({"kl_coef": 0.0, "kl_in": "reward"}, "kl_in is 'reward', but kl_coef is 0: leave it at 'loss'"),
+        ({"kl_coef": 0.0, "kl": "k1"}, "kl is 'k1', but kl_coef is 0: leave it at 'k3'"),
+        ({"estimator": "rloo", "group": "tree_agent", "objective": "cispo", "kl_in": "reward", "kl": "k1"}, None),
+        ({"gamma": 0.0, "scale": "none", "baseline": "leave_one_out", "pack_tokens": 1280}, None),
+    ],
+)
+def test_options_of_learning_that_nothing_reads_are_refused(changes, message):
+    config = good_config()
+    config.learning.update(changes)
+    if message is None:
+        validate(config)
+    else:
+        with pytest.raises(ConfigError, match=f"config.learning.{message}"):
+            validate(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"momentum": 0.9}, "momentum is 0.9, but optimizer 'adamw' does not use it: leave it at 0.95"),
+        ({"name": "adafactor", "b1": 0.5}, "b1 is 0.5, but optimizer 'adafactor' does not use it"),
+        ({"name": "adafactor", "eps": 1e-6}, "eps is 1e-06, but optimizer 'adafactor'"),
+        ({"decay_updates": 10}, "decay_updates is 10, but schedule 'constant' does not use it"),
+        ({"final_learning_rate": 1e-7}, "final_learning_rate is 1e-07, but schedule 'constant'"),
+        ({"name": "muon", "momentum": 0.9, "b1": 0.8, "weight_decay": 0.1}, None),
+        ({"name": "adafactor", "schedule": "linear", "decay_updates": 5, "final_learning_rate": 1e-7}, None),
+    ],
+)
+def test_options_of_the_optimizer_that_nothing_reads_are_refused(changes, message):
+    config = good_config(("coder", "reviewer"))
+    config.agents.reviewer.optimizer.update(changes)
+    if message is None:
+        validate(config)
+    else:
+        with pytest.raises(ConfigError, match=f"config.agents.reviewer.optimizer.{message}"):
+            validate(config)
 
 
 def test_adapters_that_change_nothing_are_refused():

@@ -14,9 +14,10 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from mars2_jax.learning.rows import Rows, check_row, in_rows, make_rows, pack, packed_length
 from mars2_jax.models.buckets import bucket
 
-__all__ = ["Rows", "Sample", "SampleRows", "TreeArrays", "TreeBatch", "make_batch", "make_rows"]
+__all__ = ["Sample", "SampleRows", "TreeArrays", "TreeBatch", "make_batch"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Sample:
     lp_ref: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        _check_row(self.prompt, self.tokens)
+        check_row(self.prompt, self.tokens)
         for name in ("logprobs", "lp_old", "lp_ref"):
             value = getattr(self, name)
             if value is not None and np.shape(value) != np.shape(self.tokens):
@@ -59,6 +60,9 @@ class TreeArrays:
       agent: int32; -1 for the root and for empty slots.
       graded: bool, slots that have a reward.
       length: int32, tokens of the response, for the overlong penalty.
+      problem: trees with equal ones are of one problem, attempted by the same weights; None is like no other.
+      kl: float32, the KL of each response to the reference where the learning agent wrote it, else 0; None where the KL
+        is not in the reward.
     """
 
     reward: np.ndarray
@@ -66,22 +70,8 @@ class TreeArrays:
     agent: np.ndarray
     graded: np.ndarray
     length: np.ndarray
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """Token rows: prompt, response, padding on the right. Leading axes are [rows] or [micro, rows].
-
-    Attributes:
-      tokens: ids.
-      prompt_length: tokens of the prompt; 1 in a row of padding.
-      mask: response positions (counted from the first response token) that hold a token.
-    """
-
-    tokens: Int[Array, "*rows length"]
-    prompt_length: Int[Array, "*rows"]
-    mask: Bool[Array, "*rows response"]
+    problem: Hashable = None
+    kl: np.ndarray | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -94,18 +84,18 @@ class SampleRows:
       lp_roll: log-probabilities in the engine; 0 where masked, like the next two.
       lp_old: in the trainer.
       lp_ref: under the reference weights; None where no sample has them.
-      tree: index of each row's tree in the forest; 0 in a row of padding.
-      slot: slot of each row's node; 0 (the root) in a row of padding.
-      valid: rows that are not padding.
+      tree: index in the forest of each sample's tree; 0 where there is no sample. A row holds one, or some if packed.
+      slot: slot of each sample's node; 0 (the root) where there is none.
+      valid: where there is a sample.
     """
 
     rows: Rows
     lp_roll: Float[Array, "micro rows response"]
     lp_old: Float[Array, "micro rows response"]
     lp_ref: Float[Array, "micro rows response"] | None
-    tree: Int[Array, "micro rows"]
-    slot: Int[Array, "micro rows"]
-    valid: Bool[Array, "micro rows"]
+    tree: Int[Array, "micro rows samples"]
+    slot: Int[Array, "micro rows samples"]
+    valid: Bool[Array, "micro rows samples"]
 
 
 @jax.tree_util.register_dataclass
@@ -119,7 +109,10 @@ class TreeBatch:
       agent: who wrote each node.
       graded: slots that have a reward.
       length: tokens of each response.
+      problem: trees with equal numbers are of one problem.
+      kl: of each response, as in `TreeArrays`; None where no tree has it.
       samples: the rows.
+      filled: micro-batches that hold a sample; the others come last. None where all do.
     """
 
     reward: Float[Array, "trees nodes"]
@@ -127,89 +120,44 @@ class TreeBatch:
     agent: Int[Array, "trees nodes"]
     graded: Bool[Array, "trees nodes"]
     length: Int[Array, "trees nodes"]
+    problem: Int[Array, " trees"]
+    kl: Float[Array, "trees nodes"] | None
     samples: SampleRows
-
-
-def _check_row(prompt: np.ndarray, tokens: np.ndarray) -> None:
-    if np.ndim(prompt) != 1 or np.ndim(tokens) != 1 or not len(prompt) or not len(tokens):
-        raise ValueError(
-            f"a prompt and a response are one-dimensional and not empty; got {np.shape(prompt)}, {np.shape(tokens)}"
-        )
-
-
-def make_rows(
-    prompts: Sequence[np.ndarray],
-    responses: Sequence[np.ndarray],
-    *,
-    rows: int | None = None,
-    longest: int | None = None,
-) -> Rows:
-    """Pads prompts and responses to token rows [rows, length] and a response mask [rows, response].
-
-    Args:
-      prompts: int32[P] each, not empty.
-      responses: int32[R] each, not empty.
-      rows: rows of the result, the last of them padding; None: as many as there are prompts.
-      longest: tokens of the longest sequence that there will be, so that rows need not be much longer; None: not known.
-
-    Raises:
-      ValueError: an empty prompt or response, a sequence above `longest`, or more prompts than `rows`.
-    """
-    rows = len(prompts) if rows is None else rows
-    if not 0 < len(prompts) == len(responses) <= rows:
-        raise ValueError(f"{len(prompts)} prompts and {len(responses)} responses do not make {rows} rows")
-    for prompt, response in zip(prompts, responses):
-        _check_row(prompt, response)
-    length = bucket(max(len(p) + len(r) for p, r in zip(prompts, responses)), 32, longest)
-    width = min(bucket(max(len(r) for r in responses), 64), length)
-    tokens: Any = np.zeros((rows, length), np.int32)
-    prompt_length: Any = np.ones(rows, np.int32)
-    for i, (prompt, response) in enumerate(zip(prompts, responses)):
-        tokens[i, : len(prompt) + len(response)] = np.concatenate([prompt, response])
-        prompt_length[i] = len(prompt)
-    lengths = np.array([len(r) for r in responses] + [0] * (rows - len(responses)))
-    mask: Any = np.arange(width) < lengths[:, None]
-    return Rows(tokens, prompt_length, mask)
+    filled: Int[Array, ""] | None
 
 
 def _forest(trees: Sequence[TreeArrays]) -> dict[str, Any]:
     """Stacks trees to [trees, nodes]; the number of trees is rounded up with trees that hold nothing."""
-    nodes = max(len(t.reward) for t in trees)
+    nodes, count = max(len(t.reward) for t in trees), bucket(len(trees), 4)
     empty = dict(reward=np.float32(0), parent=np.int32(-1), agent=np.int32(-1), graded=np.False_, length=np.int32(0))
-    forest = {}
+    if any(tree.kl is not None for tree in trees):
+        empty["kl"] = np.float32(0)
+    forest: dict[str, Any] = {"kl": None}
     for name, fill in empty.items():
-        array = np.full((bucket(len(trees), 4), nodes), fill)
+        array = np.full((count, nodes), fill)
         for i, tree in enumerate(trees):
             array[i, : len(tree.reward)] = getattr(tree, name)
         forest[name] = array
-    return forest
+    # A tree like no other, and one of padding, has its own number; the others that of the first of their problem.
+    first: dict[Hashable, int] = {}
+    problem = np.arange(count, dtype=np.int32)
+    for i, tree in enumerate(trees):
+        problem[i] = i if tree.problem is None else first.setdefault(tree.problem, i)
+    return forest | {"problem": problem}
 
 
-def make_batch(
-    samples: Sequence[Sample],
-    trees: Mapping[Hashable, TreeArrays],
-    *,
-    micro_batch_size: int,
-    longest: int | None = None,
-) -> tuple[TreeBatch, list[Hashable]]:
-    """Packs an agent's finished nodes, and the whole trees they stand in, for one update.
+def _keys(samples: Sequence[Sample], trees: Mapping[Hashable, TreeArrays], whole_problems: bool) -> list[Hashable]:
+    """The trees of the samples, in their order; then the others of their problems."""
+    keys = dict.fromkeys(sample.tree for sample in samples)
+    if whole_problems:
+        problems = {trees[key].problem for key in keys} - {None}
+        keys |= dict.fromkeys(key for key, tree in trees.items() if tree.problem in problems)
+    return list(keys)
 
-    Args:
-      samples: the agent's nodes, in any order; the order is kept.
-      trees: every tree that a sample names (others are left out).
-      micro_batch_size: rows of a micro-batch; the last one is filled up with padding.
-      longest: see `make_rows`.
 
-    Returns:
-      The batch (NumPy arrays), and the keys of its trees: tree i of the batch has key i of the list.
-
-    Raises:
-      ValueError: no samples; a sample whose tree is missing or whose node is not graded; reference log-probabilities
-        on some samples only.
-    """
+def _check(samples: Sequence[Sample], trees: Mapping[Hashable, TreeArrays]) -> None:
     if not samples:
         raise ValueError("a batch needs at least one sample")
-    keys = list(dict.fromkeys(sample.tree for sample in samples))
     for sample in samples:
         if sample.tree not in trees:
             raise ValueError(f"tree {sample.tree!r} of a sample is not among the trees")
@@ -218,32 +166,78 @@ def make_batch(
     with_reference = [sample.lp_ref is not None for sample in samples]
     if any(with_reference) != all(with_reference):
         raise ValueError("some samples have reference log-probabilities and some do not")
+    with_kl = [trees[sample.tree].kl is not None for sample in samples]
+    if any(with_kl) != all(with_kl):
+        raise ValueError("some trees have the KL of their responses and some do not")
 
-    micro = -(-len(samples) // micro_batch_size)
-    count = micro * micro_batch_size
-    rows = make_rows([s.prompt for s in samples], [s.tokens for s in samples], rows=count, longest=longest)
+
+def make_batch(
+    samples: Sequence[Sample],
+    trees: Mapping[Hashable, TreeArrays],
+    *,
+    micro_batch_size: int,
+    longest: int | None = None,
+    pack_tokens: int = 0,
+    whole_problems: bool = False,
+) -> tuple[TreeBatch, list[Hashable]]:
+    """Makes the batch of an agent's finished nodes, and of the whole trees they stand in, for one update.
+
+    Args:
+      samples: the agent's nodes, in any order; the order is kept where a row holds one.
+      trees: every tree that a sample names (others are left out).
+      micro_batch_size: rows of a micro-batch; the last one is filled up with padding.
+      longest: see `make_rows`.
+      pack_tokens: tokens of a row into which several samples are packed; 0: a row each.
+      whole_problems: take the other trees of the samples' problems along, for an estimator that compares with them.
+
+    Returns:
+      The batch (NumPy arrays), and the keys of its trees: tree i of the batch has key i of the list.
+
+    Raises:
+      ValueError: no samples; a sample whose tree is missing or whose node is not graded; reference log-probabilities
+        on some samples only, or the KL on some trees; a sample longer than `longest` or than a packed row.
+    """
+    _check(samples, trees)
+    prompts, responses = [s.prompt for s in samples], [s.tokens for s in samples]
+    # Packed, the number of micro-batches differs from batch to batch: arrays are of a few sizes, and the update runs
+    # over the micro-batches that are filled. There are never more than with a sample a row.
+    most = -(-len(samples) // micro_batch_size)
+    filled: Any = None
+    if pack_tokens:
+        length = packed_length(pack_tokens)
+        layout = pack([len(p) + len(r) for p, r in zip(prompts, responses)], length)
+        filled = np.int32(-(-len(layout) // micro_batch_size))
+        micro, deepest = bucket(int(filled), 1, most), bucket(max(map(len, layout)), 4)
+        count = micro * micro_batch_size
+        rows = make_rows(prompts, responses, layout=layout, rows=count, packed=length)
+    else:
+        layout, micro, deepest = [[i] for i in range(len(samples))], most, 1
+        count = micro * micro_batch_size
+        rows = make_rows(prompts, responses, rows=count, longest=longest)
 
     # The classes declare JAX arrays; on the host the fields hold NumPy's, and jit takes either.
     def split(x: np.ndarray) -> Any:
         return x.reshape(micro, micro_batch_size, *x.shape[1:])
 
     def response(name: str) -> Any:
-        array = np.zeros(rows.mask.shape, np.float32)
-        for i, sample in enumerate(samples):
-            array[i, : len(sample.tokens)] = getattr(sample, name)
+        return split(in_rows([getattr(sample, name) for sample in samples], layout, rows.mask.shape))
+
+    def per_sample(values: list[int]) -> Any:
+        array = np.zeros((count, deepest), np.int32)
+        for r, row in enumerate(layout):
+            array[r, : len(row)] = [values[i] for i in row]
         return split(array)
 
-    def per_row(values: list[int]) -> Any:
-        return split(np.array(values + [0] * (count - len(values)), np.int32))
-
-    index = {key: i for i, key in enumerate(keys)}
-    packed = SampleRows(
+    keys = _keys(samples, trees, whole_problems)
+    number = {key: i for i, key in enumerate(keys)}
+    sample_rows = SampleRows(
         rows=jax.tree.map(split, rows),
         lp_roll=response("logprobs"),
         lp_old=response("lp_old"),
-        lp_ref=response("lp_ref") if with_reference[0] else None,
-        tree=per_row([index[sample.tree] for sample in samples]),
-        slot=per_row([sample.slot for sample in samples]),
-        valid=per_row([1] * len(samples)).astype(bool),
+        lp_ref=response("lp_ref") if samples[0].lp_ref is not None else None,
+        tree=per_sample([number[sample.tree] for sample in samples]),
+        slot=per_sample([sample.slot for sample in samples]),
+        valid=per_sample([1] * len(samples)).astype(bool),
     )
-    return TreeBatch(**_forest([trees[key] for key in keys]), samples=packed), keys
+    forest = _forest([trees[key] for key in keys])
+    return TreeBatch(**forest, samples=sample_rows, filled=filled), keys

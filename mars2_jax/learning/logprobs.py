@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from mars2_jax.learning.rows import Rows
 from mars2_jax.models.decoder import Decoder
 
 __all__ = ["logprob_and_entropy", "response_logprobs"]
@@ -81,22 +82,20 @@ def _chunks(rows: int, width: int, vocab: int) -> int:
 
 def response_logprobs(
     model: Decoder,
-    tokens: Int[Array, "rows length"],
-    prompt_length: Int[Array, " rows"],
-    width: int,
+    rows: Rows,
     *,
     temperature: float,
     remat: str = "none",
     scan_unroll: int = 0,
     entropy_gradient: bool = False,
-) -> tuple[Float[Array, "rows {width}"], Float[Array, "rows {width}"]]:
-    """Log-probability and entropy at each response position of right-padded rows.
+) -> tuple[Float[Array, "rows response"], Float[Array, "rows response"]]:
+    """Log-probability and entropy at each response token of some rows.
+
+    Packed samples see nothing of each other, and each counts its positions from 0: the results are those of a row each.
 
     Args:
       model: the decoder.
-      tokens: prompt, response, padding.
-      prompt_length: tokens of the prompt, at least 1; the response starts there.
-      width: response positions to look at. Positions past the end of a row give numbers without a meaning (finite).
+      rows: token rows, without an axis of micro-batches. Masked places give numbers without a meaning (finite).
       temperature: that of the sampler; logits are divided by it.
       remat: what to recompute in the backward pass, see `Decoder.__call__`.
       scan_unroll: how the layers are run, see there.
@@ -105,24 +104,31 @@ def response_logprobs(
     Returns:
       log p of the response tokens and the entropies of the distributions they come from.
     """
-    hidden = model(tokens, remat=remat, scan_unroll=scan_unroll)
+    positions = None if rows.segment is None else _positions(rows.segment)
+    hidden = model(rows.tokens, positions=positions, segment_ids=rows.segment, remat=remat, scan_unroll=scan_unroll)
     # The state before token i predicts token i.
-    position = jnp.minimum(prompt_length[:, None] + jnp.arange(width), tokens.shape[1] - 1)
-    target = jnp.take_along_axis(tokens, position, axis=1)
-    hidden = jnp.take_along_axis(hidden, (position - 1)[..., None], axis=1)
+    target = jnp.take_along_axis(rows.tokens, rows.index, axis=1)
+    hidden = jnp.take_along_axis(hidden, (rows.index - 1)[..., None], axis=1)
 
     def head(hidden: Float[Array, "rows piece embed"], target: Int[Array, "rows piece"]):
         return logprob_and_entropy(model.logits(hidden) / temperature, target, entropy_gradient)
 
-    rows = tokens.shape[0]
-    pieces = _chunks(rows, width, model.config.vocab_size)
+    count, width = target.shape
+    pieces = _chunks(count, width, model.config.vocab_size)
     if pieces == 1:
         return head(hidden, target)
 
     # Cut along the response, so that an array sharded over its rows stays so.
     def cut(x: Array) -> Array:
-        return jnp.moveaxis(x.reshape(rows, pieces, width // pieces, *x.shape[2:]), 1, 0)
+        return jnp.moveaxis(x.reshape(count, pieces, width // pieces, *x.shape[2:]), 1, 0)
 
     outputs = jax.lax.map(lambda piece: jax.checkpoint(head)(*piece), (cut(hidden), cut(target)))
-    logprob, entropy = (jnp.moveaxis(x, 0, 1).reshape(rows, width) for x in outputs)
+    logprob, entropy = (jnp.moveaxis(x, 0, 1).reshape(count, width) for x in outputs)
     return logprob, entropy
+
+
+def _positions(segment: Int[Array, "rows length"]) -> Int[Array, "rows length"]:
+    """Positions that start again at 0 with every segment."""
+    index = jnp.broadcast_to(jnp.arange(segment.shape[1]), segment.shape)
+    starts = jnp.pad(segment[:, 1:] != segment[:, :-1], ((0, 0), (1, 0)))
+    return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)

@@ -1,6 +1,10 @@
 """The terms of the policy loss, one formula a function.
 
-Shapes: a micro-batch has `rows` responses, padded to `response` tokens; `mask` is True on the tokens that were sampled.
+Shapes: a micro-batch has `rows` of `response` tokens each. A row holds the tokens of one response or, packed, of
+several `samples`; `member[b, s, t]` says that token t of row b was sampled as a part of its response s. A token is of
+one response at most, and padding of none. What is of a whole response (a sequence ratio, a mean over its tokens) is
+taken over its own tokens, whatever else its row holds.
+
 Log-probabilities are those at the sampling temperature, under four sets of weights: `lp` the ones being trained,
 `lp_old` the trainer's at the start of the step, `lp_roll` the engine's when it sampled, `lp_ref` the reference's.
 
@@ -10,25 +14,34 @@ A loss is returned as a numerator and a denominator. Micro-batches add up both, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float
 from ml_collections import ConfigDict
 
 from mars2_jax.errors import ConfigError
+from mars2_jax.models.buckets import bucket
 
 __all__ = [
+    "Member",
+    "Objective",
     "PolicyTerms",
-    "Ratio",
     "aggregate",
+    "cispo_objective",
     "clipped_objective",
     "kl_estimate",
     "log_ratio",
     "policy_loss",
+    "response_kl",
     "rollout_weights",
 ]
+
+Member = Bool[Array, "rows samples response"]
+"""Which tokens of a row are of which of its responses; see the head of this file."""
 
 # Differences of log-probabilities are held within these nats before exp: exp(20) is far outside every clip range, and
 # an infinite ratio times a zero advantage would be NaN.
@@ -39,15 +52,24 @@ def _exp(x: Array) -> Array:
     return jnp.exp(jnp.clip(x, -_MAX_LOG, _MAX_LOG))
 
 
-def _masked_mean(x: Float[Array, "rows response"], mask: Bool[Array, "rows response"]) -> Float[Array, "rows 1"]:
-    length = jnp.maximum(mask.sum(-1, keepdims=True), 1)
-    return jnp.where(mask, x, 0.0).sum(-1, keepdims=True) / length
+def _sum(x: Float[Array, "rows response"], member: Member) -> Float[Array, "rows samples"]:
+    """Over the tokens of each response."""
+    return jnp.where(member, x[:, None], 0.0).sum(-1)
+
+
+def _mean(x: Float[Array, "rows response"], member: Member) -> Float[Array, "rows samples"]:
+    return _sum(x, member) / jnp.maximum(member.sum(-1), 1)
+
+
+def _on_tokens(x: Float[Array, "rows samples"], member: Member) -> Float[Array, "rows response"]:
+    """What each response has, on all of its tokens; 0 on padding."""
+    return jnp.where(member, x[..., None], 0.0).sum(1)
 
 
 def log_ratio(
     lp: Float[Array, "rows response"],
     lp_old: Float[Array, "rows response"],
-    mask: Bool[Array, "rows response"],
+    member: Member,
     kind: str,
 ) -> Float[Array, "rows response"]:
     """Logarithm of the importance ratio of each token.
@@ -65,27 +87,33 @@ def log_ratio(
     if kind == "ppo":
         return lp - lp_old
     if kind == "gspo":
-        sequence = _masked_mean(lp - lp_old, mask)
+        sequence = _on_tokens(_mean(lp - lp_old, member), member)
         return jax.lax.stop_gradient(sequence) + (lp - jax.lax.stop_gradient(lp))
     raise ConfigError(f"learning.ratio={kind!r} is unknown; use 'ppo' or 'gspo'")
 
 
-class Ratio(NamedTuple):
-    """Per token: the objective to be maximised, the ratio, and whether clipping took its gradient away."""
+class Objective(NamedTuple):
+    """Of each token.
 
-    objective: Float[Array, "rows response"]
+    Attributes:
+      value: what is to be maximised.
+      ratio: the importance ratio.
+      clipped: where clipping changed something: took the gradient away, or (CISPO) bounded its weight.
+    """
+
+    value: Float[Array, "rows response"]
     ratio: Float[Array, "rows response"]
     clipped: Bool[Array, "rows response"]
 
 
 def clipped_objective(
     log_ratio: Float[Array, "rows response"],
-    advantage: Float[Array, "rows response"] | Float[Array, "rows 1"],
+    advantage: Float[Array, "rows response"],
     *,
     clip_low: float,
     clip_high: float,
     dual_clip: float = 0.0,
-) -> Ratio:
+) -> Objective:
     """The clipped surrogate with its two bounds apart (PPO; clip-higher of DAPO, arXiv 2503.14476, eq. 10).
 
         J_t = min(w_t A, clip(w_t, 1 - clip_low, 1 + clip_high) A)
@@ -93,7 +121,7 @@ def clipped_objective(
 
     Args:
       log_ratio: log w.
-      advantage: A, of each token or of each row.
+      advantage: A, of each token.
       clip_low: how far below 1 the ratio counts.
       clip_high: how far above 1 the ratio counts.
       dual_clip: bound of the ratio where A < 0, above 1 + clip_high; 0 is off.
@@ -113,13 +141,39 @@ def clipped_objective(
         below = (advantage < 0) & (objective < floor)
         objective = jnp.where(below, floor, objective)
         clipped |= below
-    return Ratio(objective, ratio, clipped)
+    return Objective(objective, ratio, clipped)
+
+
+def cispo_objective(
+    lp: Float[Array, "rows response"],
+    log_ratio: Float[Array, "rows response"],
+    advantage: Float[Array, "rows response"],
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> Objective:
+    """REINFORCE with a clipped importance weight (CISPO of MiniMax-M1, arXiv 2506.13585, eqs. 4 and 5).
+
+        J_t = stop(clip(w_t, 1 - clip_low, 1 + clip_high)) · A · lp_t
+
+    Every token keeps its gradient; clipping bounds only how much it counts. The authors clip above alone: clip_low=1.
+
+    Args:
+      lp: log-probabilities under the weights being trained.
+      log_ratio: log w.
+      advantage: A, of each token.
+      clip_low: how far below 1 the weight may be.
+      clip_high: how far above 1 the weight may be.
+    """
+    ratio = jax.lax.stop_gradient(_exp(log_ratio))
+    weight = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
+    return Objective(weight * advantage * lp, ratio, weight != ratio)
 
 
 def rollout_weights(
     lp_old: Float[Array, "rows response"],
     lp_roll: Float[Array, "rows response"],
-    mask: Bool[Array, "rows response"],
+    member: Member,
     *,
     level: str,
     cap: float,
@@ -137,7 +191,7 @@ def rollout_weights(
     Args:
       lp_old: log-probabilities in the trainer.
       lp_roll: log-probabilities in the sampler.
-      mask: sampled tokens.
+      member: which tokens are of which response.
       level: "token", "sequence" or "geometric", or "off": all weights are 1.
       cap: largest weight.
       mode: what happens above the cap.
@@ -150,13 +204,13 @@ def rollout_weights(
         if veto:
             raise ConfigError("learning.tis_veto needs learning.tis = 'token', 'sequence' or 'geometric'")
         return jnp.ones_like(lp_old)
-    difference = jnp.where(mask, lp_old - lp_roll, 0.0)
+    difference = jnp.where(member.any(1), lp_old - lp_roll, 0.0)
     if level == "token":
         log_weight = difference
     elif level == "sequence":
-        log_weight = jnp.broadcast_to(difference.sum(-1, keepdims=True), difference.shape)
+        log_weight = _on_tokens(_sum(difference, member), member)
     elif level == "geometric":
-        log_weight = jnp.broadcast_to(_masked_mean(difference, mask), difference.shape)
+        log_weight = _on_tokens(_mean(difference, member), member)
     else:
         raise ConfigError(f"learning.tis={level!r} is unknown; use 'off', 'token', 'sequence' or 'geometric'")
     weight = _exp(log_weight)
@@ -167,13 +221,12 @@ def rollout_weights(
     else:
         raise ConfigError(f"learning.tis_mode={mode!r} is unknown; use 'truncate' or 'mask'")
     if veto:
-        weight = jnp.where((_exp(difference) < veto).any(-1, keepdims=True), 0.0, weight)
+        vetoed = (member & (_exp(difference) < veto)[:, None]).any(-1)
+        weight = jnp.where((member & vetoed[..., None]).any(1), 0.0, weight)
     return jax.lax.stop_gradient(weight)
 
 
-def kl_estimate(
-    lp: Float[Array, "rows response"], lp_ref: Float[Array, "rows response"], kind: str
-) -> Float[Array, "rows response"]:
+def kl_estimate(lp: Float[Array, "*tokens"], lp_ref: Float[Array, "*tokens"], kind: str) -> Float[Array, "*tokens"]:
     """Estimates of KL(policy || reference) at each sampled token (Schulman, joschu.net/blog/kl-approx.html).
 
     With d = lp_ref - lp:   k1 = -d      k2 = d²/2      k3 = exp(d) - 1 - d
@@ -193,33 +246,56 @@ def kl_estimate(
     raise ConfigError(f"learning.kl={kind!r} is unknown; use 'k1', 'k2' or 'k3'")
 
 
+def response_kl(lp: Sequence[np.ndarray], lp_ref: Sequence[np.ndarray], kind: str) -> list[float]:
+    """The estimated KL of whole responses, Σ over the tokens of each, for the reward (RLOO, arXiv 2402.14740):
+
+        reward - kl_coef · Σ_t KL_t
+
+    There it is a number like any other that came of the response: it enters baselines and advantages, and has no
+    gradient of its own.
+
+    Args:
+      lp: float32[R] of each response, under the weights that wrote it.
+      lp_ref: the same under the reference.
+      kind: as in `kl_estimate`.
+    """
+    if not lp:
+        return []
+    ends = np.cumsum([len(x) for x in lp])
+    # One array of few sizes: what runs op by op is compiled for every shape.
+    joined = [np.pad(np.concatenate(xs), (0, bucket(int(ends[-1]), 1024) - int(ends[-1]))) for xs in (lp, lp_ref)]
+    tokens = np.asarray(kl_estimate(jnp.asarray(joined[0]), jnp.asarray(joined[1]), kind), np.float64)
+    return [float(part.sum()) for part in np.split(tokens, ends)[:-1]]
+
+
 def aggregate(
-    values: Float[Array, "rows response"], mask: Bool[Array, "rows response"], kind: str, *, budget: int
+    values: Float[Array, "rows response"], member: Member, kind: str, *, budget: int
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Numerator and denominator of the batch mean of a value of each token.
 
-    token_mean (DAPO):                      Σ over all tokens                        / number of tokens
-    seq_mean (GRPO):                        Σ over rows of the mean over the row     / number of rows
-    seq_mean_token_sum_norm (Dr. GRPO):     Σ over rows of the sum over the row / budget  / number of rows
+    token_mean (DAPO, arXiv 2503.14476, eq. 8):      Σ over all tokens                                / number of tokens
+    seq_mean (GRPO, arXiv 2402.03300, eq. 3):        Σ over responses of the mean over the response   / their number
+    seq_mean_token_sum_norm (Dr. GRPO, 2503.20783):  Σ over responses of the sum / budget             / their number
 
     Args:
       values: one value a token.
-      mask: sampled tokens; a row without any is not a row.
+      member: which tokens are of which response; one without tokens is no response.
       kind: one of the above.
       budget: most tokens a response may have: a constant of the run, so that neither padding nor the lengths of the
-        other rows change a row's weight.
+        others change a response's weight.
 
     Raises:
       ConfigError: unknown kind.
     """
+    mask = member.any(1)
     values = jnp.where(mask, values, 0.0)
-    rows = mask.any(-1).sum().astype(jnp.float32)
+    responses = member.any(-1).sum().astype(jnp.float32)
     if kind == "token_mean":
         return values.sum(), mask.sum().astype(jnp.float32)
     if kind == "seq_mean":
-        return _masked_mean(values, mask).sum(), rows
+        return _mean(values, member).sum(), responses
     if kind == "seq_mean_token_sum_norm":
-        return values.sum() / budget, rows
+        return values.sum() / budget, responses
     raise ConfigError(
         f"learning.aggregation={kind!r} is unknown; use 'token_mean', 'seq_mean' or 'seq_mean_token_sum_norm'"
     )
@@ -247,14 +323,15 @@ def policy_loss(
     lp_old: Float[Array, "rows response"],
     lp_roll: Float[Array, "rows response"],
     lp_ref: Float[Array, "rows response"] | None,
-    advantage: Float[Array, " rows"],
-    mask: Bool[Array, "rows response"],
+    advantage: Float[Array, "rows samples"],
+    member: Member,
     config: ConfigDict,
     budget: int,
 ) -> PolicyTerms:
     """The loss of one micro-batch: -w_roll · J + kl_coef · KL - entropy_coef · H, aggregated.
 
     MARS2 is ratio=ppo with clip-higher and k3; MARS2+ is ratio=gspo with tis=token, the overlong penalty and k3.
+    With kl_in=reward the KL is in the advantages already, see `response_kl`, and here only a metric.
 
     Args:
       lp: log-probabilities under the weights being trained.
@@ -262,8 +339,8 @@ def policy_loss(
       lp_old: as described above; no gradient, like the next two.
       lp_roll: as described above.
       lp_ref: as described above; None where kl_coef is 0.
-      advantage: of each row.
-      mask: sampled tokens.
+      advantage: of each response.
+      member: which tokens are of which response.
       config: the `learning` section.
       budget: most tokens a response may have.
 
@@ -271,35 +348,38 @@ def policy_loss(
       ConfigError: an unknown option.
       ValueError: kl_coef is not 0 and there is no lp_ref.
     """
-    ratio = clipped_objective(
-        log_ratio(lp, lp_old, mask, config.ratio),
-        advantage[:, None],
-        clip_low=config.clip_low,
-        clip_high=config.clip_high,
-        dual_clip=config.dual_clip,
-    )
+    log_w, on_tokens = log_ratio(lp, lp_old, member, config.ratio), _on_tokens(advantage, member)
+    bounds = dict(clip_low=config.clip_low, clip_high=config.clip_high)
+    if config.objective == "clip":
+        objective = clipped_objective(log_w, on_tokens, **bounds, dual_clip=config.dual_clip)
+    elif config.objective == "cispo":
+        objective = cispo_objective(lp, log_w, on_tokens, **bounds)
+    else:
+        raise ConfigError(f"learning.objective={config.objective!r} is unknown; use 'clip' or 'cispo'")
     weight = rollout_weights(
-        lp_old, lp_roll, mask, level=config.tis, cap=config.tis_cap, mode=config.tis_mode, veto=config.tis_veto
+        lp_old, lp_roll, member, level=config.tis, cap=config.tis_cap, mode=config.tis_mode, veto=config.tis_veto
     )
-    loss = -weight * ratio.objective
+    loss = -weight * objective.value
     kl = jnp.zeros_like(lp)
     if config.kl_coef:
         if lp_ref is None:
             raise ValueError("learning.kl_coef is not 0, but the batch has no reference log-probabilities")
         kl = kl_estimate(lp, lp_ref, config.kl)
-        loss += config.kl_coef * kl
+        if config.kl_in == "loss":
+            loss += config.kl_coef * kl
     if config.entropy_coef:
         loss -= config.entropy_coef * entropy
 
-    numerator, denominator = aggregate(loss, mask, config.aggregation, budget=budget)
+    numerator, denominator = aggregate(loss, member, config.aggregation, budget=budget)
     per_token = {
         "kl": kl,
         "entropy": entropy,
-        "clip_fraction": ratio.clipped,
-        "ratio": ratio.ratio,
+        "clip_fraction": objective.clipped,
+        "ratio": objective.ratio,
         "rollout_weight": weight,
         "logprob_gap": jnp.abs(lp_old - lp_roll),
         "tokens": jnp.ones_like(lp),
     }
+    mask = member.any(1)
     sums = {name: jnp.where(mask, value, 0.0).sum() for name, value in per_token.items()}
     return PolicyTerms(numerator, denominator, jax.lax.stop_gradient(sums))

@@ -12,51 +12,23 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Sharding
 from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict, FrozenConfigDict
 
 from mars2_jax.errors import ConfigError
-from mars2_jax.learning.advantage import TreeAdvantages, overlong_penalty, tree_advantages
-from mars2_jax.learning.batch import Rows, SampleRows, TreeBatch, make_rows
+from mars2_jax.learning.advantage import TreeAdvantages, tree_advantages
+from mars2_jax.learning.batch import SampleRows, TreeBatch
 from mars2_jax.learning.logprobs import response_logprobs
-from mars2_jax.learning.loss import PolicyTerms, policy_loss
+from mars2_jax.learning.loss import Member, PolicyTerms, policy_loss
+from mars2_jax.learning.optimizer import make_optimizer, state_shardings
+from mars2_jax.learning.rewards import overlong_penalty
+from mars2_jax.learning.rows import Rows, make_rows, pack, packed_length
 from mars2_jax.models.decoder import Decoder
 
-__all__ = ["Learner", "Metrics", "TrainState", "make_optimizer"]
+__all__ = ["Learner", "Metrics", "TrainState"]
 
 Metrics = dict[str, Float[Array, ""]]
-
-
-def _decayed(params: nnx.State) -> Any:
-    """Which weights decay: matrices. A bias may have several axes, so its name decides."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: x.ndim >= 2 and "bias" not in jax.tree_util.keystr(path), params
-    )
-
-
-def make_optimizer(config: ConfigDict) -> optax.GradientTransformation:
-    """Global-norm clipping, then AdamW with a linear warm-up to a constant learning rate.
-
-    Update number i (from 0) of a warm-up of w has the rate `learning_rate * min((i + 1) / w, 1)`: none is lost at rate
-    0. Weight decay applies to matrices, not to norms and biases.
-
-    Args:
-      config: the `optimizer` section of an agent.
-    """
-
-    def rate(count: Int[Array, ""]) -> Float[Array, ""]:
-        return config.learning_rate * jnp.minimum((count + 1) / max(config.warmup_updates, 1), 1.0)
-
-    adamw = optax.adamw(
-        rate,
-        b1=config.b1,
-        b2=config.b2,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        mask=_decayed,
-    )
-    return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adamw)
 
 
 @jax.tree_util.register_dataclass
@@ -124,7 +96,7 @@ class Learner:
         """The state before the first update. The weights are copied: updates donate the state, and the weights that
         came in stay valid (for other agents, for one)."""
         state = self._fresh(params)
-        return jax.tree.map(jax.device_put, state, _shardings(state))
+        return jax.tree.map(jax.device_put, state, state_shardings(state.params, state))
 
     def abstract(self, params: nnx.State) -> TrainState:
         """Shapes, types and shardings of what `init` would return; nothing is computed. `params` may be abstract."""
@@ -132,7 +104,9 @@ class Learner:
         placed = lambda x, like: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=like.sharding)
         shape = dataclasses.replace(shape, params=jax.tree.map(placed, shape.params, params))
         return jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shape, _shardings(shape)
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            shape,
+            state_shardings(shape.params, shape),
         )
 
     def _fresh(self, params: nnx.State) -> TrainState:
@@ -154,19 +128,29 @@ class Learner:
     ) -> list[np.ndarray]:
         """Log-probabilities float32[R] of each response given its prompt: `lp_old` and `lp_ref` of a sample.
 
-        Rows of like length are scored together, a micro-batch a call; the results come in the order of the arguments.
-        `longest` as in `make_rows`.
+        A micro-batch is scored a call: of rows of like length, or of packed rows. The results come in the order of the
+        arguments. `longest` as in `make_rows`.
         """
-        size = self.learning.micro_batch_size
-        order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]) + len(responses[i]), i))
+        if not prompts:
+            return []
+        size, lengths = self.learning.micro_batch_size, [len(p) + len(r) for p, r in zip(prompts, responses)]
+        capacity = self.learning.pack_tokens and packed_length(self.learning.pack_tokens)
+        if capacity:
+            layout = pack(lengths, capacity)
+            # Of the fullest row of all calls, so that these have one shape.
+            width = max(sum(len(responses[i]) for i in row) for row in layout)
+        else:
+            layout, width = [[i] for i in sorted(range(len(prompts)), key=lambda i: (lengths[i], i))], 0
         scores: list[np.ndarray] = [np.empty(0, np.float32)] * len(prompts)
-        for start in range(0, len(order), size):
-            chosen = order[start : start + size]
-            few = [prompts[i] for i in chosen], [responses[i] for i in chosen]
-            rows = make_rows(*few, rows=size, longest=longest)
+        for start in range(0, len(layout), size):
+            few = layout[start : start + size]
+            options = dict(packed=capacity, width=width) if capacity else dict(longest=longest)
+            rows = make_rows(prompts, responses, layout=few, rows=size, **options)
             lp = np.asarray(self.score(params, rows, base))
-            for row, i in enumerate(chosen):
-                scores[i] = lp[row, : len(responses[i])]
+            for r, row in enumerate(few):
+                ends = np.cumsum([len(responses[i]) for i in row])
+                for i, part in zip(row, np.split(lp[r], ends), strict=False):
+                    scores[i] = part
         return scores
 
     def update(
@@ -178,7 +162,7 @@ class Learner:
           The new state; metrics, float32 scalars; and [trees, nodes] arrays of the rewards and advantages used.
 
         Metrics over the sampled tokens: `kl` (the configured estimate; 0 without a reference), `entropy`,
-        `clip_fraction`, `ratio`, `rollout_weight`, `logprob_gap` (mean |lp_old - lp_roll|). Over the rows:
+        `clip_fraction`, `ratio`, `rollout_weight`, `logprob_gap` (mean |lp_old - lp_roll|). Over the nodes:
         `reward_mean` (raw), `advantage_mean`, `advantage_std`, `nodes`, `tokens`. Over the trees:
         `zero_advantage_trees`, the share of them that teaches nothing. `loss`, and `grad_norm` before clipping.
         """
@@ -195,24 +179,6 @@ class Learner:
         return _program(self, structure, tuple(x.sharding for x in leaves))
 
 
-def _shardings(state: TrainState) -> TrainState:
-    """Where each array of a state, or of its shapes, lies: the optimizer's moments beside their weights, counts
-    on every device. The weights have shardings."""
-    weights = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(state.params)}
-    whole = next(iter(weights.values())).sharding
-    if isinstance(whole, NamedSharding):
-        whole = NamedSharding(whole.mesh, PartitionSpec())
-
-    def place(path: Any, x: Any) -> Sharding:
-        for start in range(len(path)):
-            weight = weights.get(jax.tree_util.keystr(path[start:]))
-            if weight is not None and weight.shape == x.shape:
-                return weight.sharding
-        return whole
-
-    return jax.tree_util.tree_map_with_path(place, state)
-
-
 def _merge(learner: Learner, params: nnx.State, base: nnx.State | None) -> Decoder:
     return nnx.merge(learner.graphdef, params, *([] if base is None else [base]))
 
@@ -221,9 +187,7 @@ def _merge(learner: Learner, params: nnx.State, base: nnx.State | None) -> Decod
 def _score(learner: Learner, params: nnx.State, rows: Rows, base: nnx.State | None) -> Float[Array, "rows response"]:
     lp, _ = response_logprobs(
         _merge(learner, params, base),
-        rows.tokens,
-        rows.prompt_length,
-        rows.mask.shape[-1],
+        rows,
         temperature=learner.temperature,
         scan_unroll=learner.learning.scan_unroll,
     )
@@ -234,15 +198,13 @@ def _loss(
     learner: Learner,
     params: nnx.State,
     samples: SampleRows,
-    advantage: Float[Array, " rows"],
+    advantage: Float[Array, "rows samples"],
     base: nnx.State | None,
 ) -> tuple[Float[Array, ""], PolicyTerms]:
     """The loss terms of one micro-batch (`samples` without the micro axis), numerator first for differentiation."""
     lp, entropy = response_logprobs(
         _merge(learner, params, base),
-        samples.rows.tokens,
-        samples.rows.prompt_length,
-        samples.rows.mask.shape[-1],
+        samples.rows,
         temperature=learner.temperature,
         remat=learner.learning.remat,
         scan_unroll=learner.learning.scan_unroll,
@@ -255,11 +217,19 @@ def _loss(
         lp_roll=samples.lp_roll,
         lp_ref=samples.lp_ref,
         advantage=advantage,
-        mask=samples.rows.mask,
+        member=_member(samples.rows, advantage.shape[1]),
         config=learner.learning,
         budget=learner.budget,
     )
     return terms.numerator, terms
+
+
+def _member(rows: Rows, samples: int) -> Member:
+    """Which response tokens are of which sample of their row."""
+    if rows.segment is None:
+        return rows.mask[:, None]
+    segment = jnp.take_along_axis(rows.segment, rows.index, axis=1)
+    return rows.mask[:, None] & (segment[:, None] == 1 + jnp.arange(samples)[:, None])
 
 
 @functools.cache
@@ -280,7 +250,12 @@ def _update(
     penalty = overlong_penalty(
         batch.length, budget=learner.budget, buffer=config.overlong_buffer, factor=config.overlong_factor
     )
-    trees = tree_advantages(batch.reward + penalty, batch.parent, batch.agent, batch.graded, config)
+    reward = batch.reward + penalty
+    if config.kl_in == "reward" and config.kl_coef:
+        if batch.kl is None:
+            raise ValueError("learning.kl_in is 'reward', but the trees have no KL of their responses")
+        reward -= config.kl_coef * batch.kl
+    trees = tree_advantages(reward, batch.parent, batch.agent, batch.graded, config, problem=batch.problem)
     advantage = trees.advantage[samples.tree, samples.slot]
 
     # Σ gradients, in float32 as the weights are, divided once by Σ denominators.
@@ -289,7 +264,7 @@ def _update(
         return jax.tree.map(jnp.add, total, gradient), terms
 
     zeros = jax.tree.map(jnp.zeros_like, state.params)
-    gradient, terms = jax.lax.scan(accumulate, zeros, (samples, advantage))
+    gradient, terms = _scan(accumulate, zeros, (samples, advantage), batch.filled)
     terms = jax.tree.map(lambda x: x.sum(0), terms)
     gradient = jax.tree.map(lambda g: g / terms.denominator, gradient)
 
@@ -299,19 +274,36 @@ def _update(
     tokens = terms.sums["tokens"]
     nodes = samples.valid.sum()
 
-    def row_mean(x: Float[Array, "micro rows"]) -> Float[Array, ""]:
+    def node_mean(x: Float[Array, "micro rows samples"]) -> Float[Array, ""]:
         return jnp.where(samples.valid, x, 0.0).sum() / nodes
 
-    mean = row_mean(advantage)
+    mean = node_mean(advantage)
     alive = batch.graded.any(-1)
     metrics = {name: total / tokens for name, total in terms.sums.items() if name != "tokens"} | {
         "loss": terms.numerator / terms.denominator,
         "grad_norm": optax.tree.norm(gradient),
-        "reward_mean": row_mean(batch.reward[samples.tree, samples.slot]),
+        "reward_mean": node_mean(batch.reward[samples.tree, samples.slot]),
         "advantage_mean": mean,
-        "advantage_std": jnp.sqrt(row_mean((advantage - mean) ** 2)),
+        "advantage_std": jnp.sqrt(node_mean((advantage - mean) ** 2)),
         "zero_advantage_trees": (alive & (trees.advantage == 0).all(-1)).sum() / alive.sum(),
         "nodes": nodes.astype(jnp.float32),
         "tokens": tokens,
     }
     return new_state, metrics, trees
+
+
+def _scan(body: Any, carry: Any, xs: Any, filled: Int[Array, ""] | None) -> tuple[Any, Any]:
+    """`jax.lax.scan` over the first `filled` of xs; what the body would have put out for the others is 0. None: over
+    all."""
+    if filled is None:
+        return jax.lax.scan(body, carry, xs)
+    one = lambda i: jax.tree.map(lambda x: x[i], xs)
+    count = jax.tree.leaves(xs)[0].shape[0]
+    outputs = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), jax.eval_shape(body, carry, one(0))[1])
+
+    def step(i: Int[Array, ""], state: Any) -> Any:
+        carry, outputs = state
+        carry, output = body(carry, one(i))
+        return carry, jax.tree.map(lambda whole, x: whole.at[i].set(x), outputs, output)
+
+    return jax.lax.fori_loop(0, filled, step, (carry, outputs))

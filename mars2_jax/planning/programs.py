@@ -18,7 +18,8 @@ from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import FrozenConfigDict
 
-from mars2_jax.learning.batch import Sample, TreeArrays, TreeBatch, make_batch, make_rows
+from mars2_jax.learning.batch import Sample, TreeArrays, TreeBatch, make_batch
+from mars2_jax.learning.rows import make_rows, packed_length
 from mars2_jax.learning.update import Learner
 from mars2_jax.models import cache as kv
 from mars2_jax.models.buckets import bucket
@@ -202,7 +203,8 @@ class _AgentPlan:
     def _score(self) -> tuple[Hashable, Program]:
         count = self.run.learning.micro_batch_size
         prompt, response = self._longest_row()
-        batch = make_rows([prompt], [response], rows=count, longest=longest_sample(self.run))
+        packed = self.run.learning.pack_tokens and packed_length(self.run.learning.pack_tokens)
+        batch = make_rows([prompt], [response], rows=count, longest=longest_sample(self.run), packed=packed)
         size = f"{count} rows x {batch.tokens.shape[1]:,} tokens"
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
         resident = (self.params, self.base)
@@ -216,25 +218,29 @@ class _AgentPlan:
         batch = self._batch()
         state = self.learner.abstract(self.params)
         length = batch.samples.rows.tokens.shape[-1]
-        size = f"{learning.train_batch_size} rows x {length:,} tokens, {learning.micro_batch_size} at a time"
+        count = batch.samples.rows.tokens.shape[0] * learning.micro_batch_size
+        size = f"{count} rows x {length:,} tokens, {learning.micro_batch_size} at a time"
         program = self.learner.program(state)
         arguments, resident = (state, batch, self.base), (state, self.base)
         return self._program("update", size, batch.samples.rows.tokens.size, program, arguments, resident, self.learner)
 
     def _batch(self) -> TreeBatch:
-        """The largest batch: every row the longest there may be, and no two of one tree."""
+        """The largest batch: every sample the longest there may be, and no two of one tree."""
         count, nodes = self.run.learning.train_batch_size, self.run.search.nodes + 1
         prompt, response = self._longest_row()
         scores = np.zeros(len(response), np.float32)
         reference = scores if self.run.learning.kl_coef > 0 else None
         ones = np.ones(nodes, np.int32)
-        tree = TreeArrays(ones.astype(np.float32), ones, ones, ones.astype(bool), ones)
+        in_reward = reference is not None and self.run.learning.kl_in == "reward"
+        kl = ones.astype(np.float32) if in_reward else None
+        tree = TreeArrays(ones.astype(np.float32), ones, ones, ones.astype(bool), ones, kl=kl)
         samples = [Sample(i, 1, prompt, response, scores, scores, reference) for i in range(count)]
         batch, _ = make_batch(
             samples,
             dict.fromkeys(range(count), tree),
             micro_batch_size=self.run.learning.micro_batch_size,
             longest=longest_sample(self.run),
+            pack_tokens=self.run.learning.pack_tokens,
         )
         shapes = jax.tree.map(lambda x: _shape(x, x.dtype, replicated(self.mesh)), batch)
         split = jax.tree.map(lambda x: _shape(x, x.dtype, rows(self.mesh, leading=1)), batch.samples)

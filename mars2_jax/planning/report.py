@@ -172,7 +172,9 @@ def _per_iteration(outcome: Outcome) -> bool:
 
 def _title(outcome: Outcome) -> str:
     agents = ", ".join(outcome.program.agents)
-    return f"{outcome.program.kind} of {agents}" + (", a token" if _per_iteration(outcome) else "")
+    # An update of packed rows runs over as many micro-batches as they fill.
+    unit = {"decode": ", a token", "update": ", a micro-batch"}.get(outcome.program.kind, ", an iteration")
+    return f"{outcome.program.kind} of {agents}" + (unit if _per_iteration(outcome) else "")
 
 
 def _unit_cost(outcome: Outcome) -> Cost | None:

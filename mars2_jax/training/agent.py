@@ -17,6 +17,7 @@ from ml_collections import FrozenConfigDict
 from mars2_jax.errors import ConfigError
 from mars2_jax.learning.advantage import TreeAdvantages
 from mars2_jax.learning.batch import Sample, TreeArrays, make_batch
+from mars2_jax.learning.loss import response_kl
 from mars2_jax.learning.update import Learner, TrainState
 from mars2_jax.models.cache import Layout
 from mars2_jax.models.causal_attention import choose_attention
@@ -285,6 +286,9 @@ class Agent:
             Sample(tree, slot, c.prompt, c.tokens, c.logprobs, lp_old, lp_ref)
             for (tree, slot, c), lp_old, lp_ref in zip(written, old, reference, strict=True)
         ]
+        learning = self._run.learning
+        if learning.kl_coef and learning.kl_in == "reward":
+            trees = _with_kl(trees, samples, learning.kl)
         self.buffer.add(samples, trees)
 
     def update(self, mesh: Mesh) -> tuple[dict[str, float], list[TreeKey], TreeAdvantages]:
@@ -298,7 +302,12 @@ class Agent:
         learning = self._run.learning
         samples, trees = self.buffer.take(learning.train_batch_size)
         batch, keys = make_batch(
-            samples, trees, micro_batch_size=learning.micro_batch_size, longest=longest_sample(self._run)
+            samples,
+            trees,
+            micro_batch_size=learning.micro_batch_size,
+            longest=longest_sample(self._run),
+            pack_tokens=learning.pack_tokens,
+            whole_problems=learning.estimator == "tree_grpo",
         )
         if mesh.size > 1:
             batch = dataclasses.replace(batch, samples=jax.device_put(batch.samples, rows(mesh, leading=1)))
@@ -333,6 +342,15 @@ def reset_engines(team: Sequence[Member]) -> None:
     for member in team:
         if isinstance(member, Agent):
             member.engine.reset()
+
+
+def _with_kl(trees: dict[TreeKey, TreeArrays], samples: Sequence[Sample], kind: str) -> dict[TreeKey, TreeArrays]:
+    """The trees with the KL of the samples' responses to the reference; other nodes have none that the agent knows."""
+    kl = {key: np.zeros(len(tree.reward), np.float32) for key, tree in trees.items()}
+    references = [s.lp_ref for s in samples if s.lp_ref is not None]
+    for sample, value in zip(samples, response_kl([s.lp_old for s in samples], references, kind), strict=True):
+        kl[sample.tree][sample.slot] = value  # type: ignore[index]
+    return {key: dataclasses.replace(tree, kl=kl[key]) for key, tree in trees.items()}
 
 
 def _cast(params: nnx.State, dtype: Any) -> nnx.State:

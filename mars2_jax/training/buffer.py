@@ -12,7 +12,7 @@ from mars2_jax.learning.batch import Sample, TreeArrays
 __all__ = ["Buffer", "TreeKey"]
 
 TreeKey = tuple[int, int]
-"""Training step and tree within it."""
+"""Training step and tree within it. A problem goes by the key of its first tree in the step."""
 
 _TOKEN_FIELDS = ("logprobs", "lp_old", "lp_ref")
 _TREE_FIELDS = ("reward", "parent", "agent", "graded", "length")
@@ -21,8 +21,8 @@ _TREE_FIELDS = ("reward", "parent", "agent", "graded", "length")
 class Buffer:
     """A queue of samples, first in first out, with the trees they stand in.
 
-    A node is learned from once. Trees are kept as long as a sample of theirs waits, since a node's advantage is
-    relative to its whole tree.
+    A node is learned from once. Trees are kept as long as a sample of theirs, or of their problem, waits, since a
+    node's advantage is relative to its whole tree, and may be to all trees of its problem.
     """
 
     def __init__(self) -> None:
@@ -35,10 +35,10 @@ class Buffer:
     def add(self, samples: Sequence[Sample], trees: Mapping[TreeKey, TreeArrays]) -> None:
         """Appends samples; `trees` holds at least every tree that they name."""
         self._samples.extend(samples)
-        self._trees.update({s.tree: trees[s.tree] for s in samples})  # type: ignore[index]
+        self._trees.update(_needed(samples, trees))
 
     def take(self, count: int) -> tuple[list[Sample], dict[Hashable, TreeArrays]]:
-        """Removes and returns the `count` oldest samples, and their trees.
+        """Removes and returns the `count` oldest samples, and the trees of their problems.
 
         Raises:
           ValueError: there are fewer.
@@ -46,9 +46,8 @@ class Buffer:
         if count > len(self._samples):
             raise ValueError(f"the buffer holds {len(self._samples)} samples, not {count}")
         taken, self._samples = self._samples[:count], self._samples[count:]
-        trees = {s.tree: self._trees[s.tree] for s in taken}
-        waiting = {s.tree for s in self._samples}
-        self._trees = {key: tree for key, tree in self._trees.items() if key in waiting}
+        trees = _needed(taken, self._trees)
+        self._trees = _needed(self._samples, self._trees)
         return taken, trees
 
     def to_arrays(self) -> dict[str, np.ndarray]:
@@ -65,6 +64,9 @@ class Buffer:
             "tokens": join([s.tokens for s in samples], np.int32),
             "trees": np.asarray([key for key, _ in trees], np.int64).reshape(-1, 2),
             "nodes": np.asarray([len(t.reward) for _, t in trees], np.int32),
+            "problems": np.asarray([t.problem or key for key, t in trees], np.int64).reshape(-1, 2),
+            "has_kl": np.asarray([t.kl is not None for _, t in trees], bool),
+            "kl": join([t.kl if t.kl is not None else np.zeros(len(t.reward)) for _, t in trees], np.float32),
         }
         for name in _TOKEN_FIELDS:
             values = [getattr(s, name) if getattr(s, name) is not None else np.zeros(len(s.tokens)) for s in samples]
@@ -83,8 +85,13 @@ class Buffer:
             return np.split(arrays[name], np.cumsum(lengths)[:-1]) if len(lengths) else []
 
         tree_fields = {name: split(f"tree_{name}", arrays["nodes"]) for name in _TREE_FIELDS}
-        for i, key in enumerate(arrays["trees"].tolist()):
-            buffer._trees[tuple(key)] = TreeArrays(**{name: tree_fields[name][i] for name in _TREE_FIELDS})
+        kl = split("kl", arrays["nodes"])
+        for i, (key, problem) in enumerate(zip(arrays["trees"].tolist(), arrays["problems"].tolist(), strict=True)):
+            buffer._trees[tuple(key)] = TreeArrays(
+                **{name: tree_fields[name][i] for name in _TREE_FIELDS},
+                problem=tuple(problem),
+                kl=kl[i] if arrays["has_kl"][i] else None,
+            )
         prompts = split("prompt", arrays["prompt_length"])
         ragged = {name: split(name, arrays["response_length"]) for name in ("tokens", *_TOKEN_FIELDS)}
         for i, key in enumerate(arrays["tree"].tolist()):
@@ -93,3 +100,10 @@ class Buffer:
                 fields["lp_ref"] = None
             buffer._samples.append(Sample(tree=tuple(key), slot=int(arrays["slot"][i]), prompt=prompts[i], **fields))
         return buffer
+
+
+def _needed(samples: Sequence[Sample], trees: Mapping[Any, TreeArrays]) -> dict[Hashable, TreeArrays]:
+    """The trees of the samples' problems, in the order of `trees`."""
+    own = {sample.tree for sample in samples}
+    problems = {trees[key].problem for key in own} - {None}
+    return {key: tree for key, tree in trees.items() if key in own or tree.problem in problems}

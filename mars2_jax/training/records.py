@@ -39,6 +39,8 @@ def tree_arrays(exploration: Exploration, step: int) -> dict[TreeKey, TreeArrays
     """The trees as the learner takes them."""
     forest = jax.device_get(exploration.forest)
     trees = {}
+    # The first tree of each problem: a step that spans two epochs may hold one twice.
+    first: dict[str, TreeKey] = {}
     for t, attempts in enumerate(exploration.attempts):
         length = np.zeros(forest.parent.shape[1], np.int32)
         for slot, attempt in attempts.items():
@@ -49,6 +51,7 @@ def tree_arrays(exploration: Exploration, step: int) -> dict[TreeKey, TreeArrays
             agent=forest.agent[t],
             graded=forest.status[t] == Status.GRADED,
             length=length,
+            problem=first.setdefault(exploration.problems[t].id, (step, t)),
         )
     return trees
 

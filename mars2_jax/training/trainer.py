@@ -17,6 +17,7 @@ from rich.console import Console
 
 from mars2_jax.config import as_json, check_key, write_config
 from mars2_jax.errors import ConfigError
+from mars2_jax.learning.batch import TreeArrays
 from mars2_jax.rollout.programs import compilations
 from mars2_jax.roster import weight_owner
 from mars2_jax.search.explore import Suspended, explore
@@ -251,7 +252,8 @@ class Trainer:
             values[f"{prefix}/tokens_per_second"] = _tokens(written) / max(seconds, 1e-9)
             if agent.state is not None:
                 agent.remember(written, trees)
-                values |= {f"{prefix}/{name}": value for name, value in self._update(agent, used).items()}
+                update = self._update(agent, voices, trees, used)
+                values |= {f"{prefix}/{name}": value for name, value in update.items()}
                 values |= {f"{prefix}/updates": int(agent.state.step), f"{prefix}/buffer": len(agent.buffer)}
                 advance(self.learners.index(agent) + 1, len(self.learners))
         values["time/update_seconds"] = time.perf_counter() - started
@@ -271,13 +273,24 @@ class Trainer:
             if isinstance(agent, Agent)
         ]
 
-    def _update(self, agent: Agent, used: dict[TreeKey, tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
-        """All updates that the agent's buffer allows; the means of their metrics."""
+    def _update(
+        self,
+        agent: Agent,
+        voices: set[int],
+        trees: Mapping[TreeKey, TreeArrays],
+        used: dict[TreeKey, tuple[np.ndarray, np.ndarray]],
+    ) -> dict[str, float]:
+        """All updates that the agent's buffer allows; the means of their metrics. Puts into `used` what they took for
+        the rewards and advantages of this step's trees: for a node, in the end, the agent that wrote it."""
         collected: dict[str, list[float]] = defaultdict(list)
         while len(agent.buffer) >= self.config.learning.train_batch_size:
             update, keys, advantages = agent.update(self.mesh)
             for i, key in enumerate(keys):
-                used[key] = (np.asarray(advantages.shaped[i]), np.asarray(advantages.advantage[i]))
+                if key in trees:
+                    new = np.asarray(advantages.shaped[i]), np.asarray(advantages.advantage[i])
+                    mine = np.isin(trees[key].agent, list(voices))
+                    shaped, advantage = (np.where(mine, a, b) for a, b in zip(new, used.get(key, new), strict=True))
+                    used[key] = shaped, advantage
             for name, value in update.items():
                 collected[name].append(value)
         # Of the nodes of this step, not of those that were updated from: counted by the caller.

@@ -1,13 +1,14 @@
+import jax
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mars2_jax.learning.batch import Sample, TreeArrays, make_batch, make_rows
+from mars2_jax.learning.batch import Sample, TreeArrays, make_batch
 from mars2_jax.models.buckets import bucket
 
 
-def _tree(nodes=4, void=()):
+def _tree(nodes=4, void=(), problem=None, kl=None):
     graded = np.ones(nodes, bool)
     graded[[0, *void]] = False
     return TreeArrays(
@@ -16,6 +17,8 @@ def _tree(nodes=4, void=()):
         agent=np.array([-1] + [0] * (nodes - 1), np.int32),
         graded=graded,
         length=np.full(nodes, 3, np.int32),
+        problem=problem,
+        kl=kl,
     )
 
 
@@ -57,22 +60,6 @@ def test_buckets_end_at_the_largest_size(one, other, smallest):
         bucket(largest + 1, smallest, largest)
 
 
-def test_rows_hold_prompt_response_and_nothing_else():
-    prompts, responses = [np.array([5, 6, 7]), np.array([8])], [np.array([1, 2]), np.array([3, 4, 9])]
-    rows = make_rows(prompts, responses, rows=3)
-    assert rows.tokens.shape == (3, 32) and rows.mask.shape == (3, 16)
-    assert rows.tokens[:, :6].tolist() == [[5, 6, 7, 1, 2, 0], [8, 3, 4, 9, 0, 0], [0] * 6]
-    assert rows.prompt_length.tolist() == [3, 1, 1]
-    assert rows.mask.sum(-1).tolist() == [2, 3, 0] and rows.mask[1, :3].all()
-
-
-def test_the_last_token_is_learned_also_where_it_is_the_padding_token():
-    """The mask is of lengths, not of tokens: where a tokenizer pads with its end-of-sequence token, that one counts."""
-    rows = make_rows([np.array([5, 0])], [np.array([1, 0, 0])])
-    assert rows.tokens[0, :6].tolist() == [5, 0, 1, 0, 0, 0]
-    assert rows.mask[0].sum() == 3 and rows.mask[0, :3].all()
-
-
 def test_a_batch_points_every_row_at_its_node():
     trees = {"a": _tree(4), "b": _tree(6), "unused": _tree(9)}
     samples = [_sample("b", 5, prompt=4), _sample("a", 1, response=5), _sample("b", 2)]
@@ -81,8 +68,9 @@ def test_a_batch_points_every_row_at_its_node():
     assert batch.reward.shape == (4, 6)
     packed = batch.samples
     assert packed.rows.tokens.shape == (2, 2, 32) and packed.lp_old.shape == (2, 2, 16)
-    assert packed.tree.tolist() == [[0, 1], [0, 0]] and packed.slot.tolist() == [[5, 1], [2, 0]]
-    assert packed.valid.tolist() == [[True, True], [True, False]]
+    assert packed.tree.tolist() == [[[0], [1]], [[0], [0]]] and packed.slot.tolist() == [[[5], [1]], [[2], [0]]]
+    assert packed.valid.tolist() == [[[True], [True]], [[True], [False]]]
+    assert batch.filled is None and batch.kl is None
     assert packed.lp_roll[0, 1, :6].tolist() == [-1, -2, -3, -4, -5, 0]
     assert packed.lp_old[0, 1, :6].tolist() == [-2, -3, -4, -5, -6, 0]
     assert packed.lp_ref[0, 1, :6].tolist() == [-3, -4, -5, -6, -7, 0]
@@ -90,6 +78,53 @@ def test_a_batch_points_every_row_at_its_node():
     # The shorter tree and the trees that fill up the bucket hold nothing.
     assert batch.graded.sum(-1).tolist() == [5, 3, 0, 0]
     assert (batch.parent[1, 4:] == -1).all() and (batch.agent[2:] == -1).all()
+
+
+def test_packed_samples_keep_their_nodes_and_their_numbers():
+    trees = {"a": _tree(4), "b": _tree(6)}
+    samples = [_sample("b", 5, 20, 9), _sample("a", 1, 3, 5), _sample("b", 2, 14, 8), _sample("a", 3, 1, 1)]
+    batch, keys = make_batch(samples, trees, micro_batch_size=1, pack_tokens=32)
+    assert keys == ["b", "a"]
+    packed = batch.samples
+    # 29, 22, 8, 2 tokens into rows of 32: {29, 2}, {22, 8}.
+    assert int(batch.filled) == 2 and packed.rows.tokens.shape == (2, 1, 32)
+    assert packed.valid.sum(-1).tolist() == [[2], [2]]
+    assert packed.tree[:, 0, :2].tolist() == [[0, 1], [0, 1]] and packed.slot[:, 0, :2].tolist() == [[5, 3], [2, 1]]
+    assert packed.lp_old[0, 0, :11].tolist() == [*range(-2, -11, -1), -2, 0]
+    assert packed.lp_roll[1, 0, :13].tolist() == [*range(-1, -9, -1), *range(-1, -6, -1)]
+    tokens = np.take_along_axis(packed.rows.tokens, packed.rows.index, -1)
+    assert tokens[1, 0, :13].tolist() == [*range(50, 58), *range(50, 55)]
+
+
+def test_the_batches_of_a_run_have_few_shapes():
+    """Of 80 updates from packed rows and 80 from a row each, 64 nodes of many lengths; the longest sample is known."""
+    rng = np.random.default_rng(0)
+    trees = {t: _tree(9) for t in range(16)}
+    shapes = {0: set(), 1024: set()}
+    for _ in range(80):
+        sizes = zip(rng.integers(100, 401, 64), rng.integers(20, 301, 64))
+        samples = [_sample(i % 16, 1 + i % 8, p, r) for i, (p, r) in enumerate(sizes)]
+        for pack_tokens, seen in shapes.items():
+            batch, _ = make_batch(samples, trees, micro_batch_size=2, longest=700, pack_tokens=pack_tokens)
+            seen.add(tuple(x.shape for x in jax.tree.leaves(batch)))
+    assert len(shapes[0]) == 1 and len(shapes[1024]) <= 4, shapes
+
+
+def test_trees_of_one_problem_have_one_number_and_may_be_taken_along():
+    trees = {"a": _tree(problem="p"), "b": _tree(problem="q"), "c": _tree(problem="p"), "d": _tree(), "e": _tree()}
+    samples = [_sample("a", 1), _sample("d", 1), _sample("b", 1)]
+    batch, keys = make_batch(samples, trees, micro_batch_size=1)
+    assert keys == ["a", "d", "b"] and batch.problem.tolist() == [0, 1, 2, 3]
+    batch, keys = make_batch(samples, trees, micro_batch_size=1, whole_problems=True)
+    assert keys == ["a", "d", "b", "c"] and batch.problem.tolist() == [0, 1, 2, 0]
+
+
+def test_the_kl_of_responses_is_stacked_with_their_trees():
+    batch, _ = make_batch([_sample("a", 1)], {"a": _tree(kl=np.arange(4.0))}, micro_batch_size=1)
+    assert batch.kl.tolist() == [[0, 1, 2, 3], *[[0] * 4] * 3]
+    mixed = {"a": _tree(kl=np.arange(4.0)), "b": _tree()}
+    with pytest.raises(ValueError, match="some trees have the KL"):
+        make_batch([_sample("a", 1), _sample("b", 1)], mixed, micro_batch_size=1)
 
 
 def test_without_a_reference_there_is_no_array_for_it():

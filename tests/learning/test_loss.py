@@ -5,22 +5,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.test_util import check_grads
-from ml_collections import FrozenConfigDict
 
-from mars2_jax.config import default_config
 from mars2_jax.errors import ConfigError
-from mars2_jax.learning.logprobs import logprob_and_entropy
-from mars2_jax.learning.loss import aggregate, clipped_objective, kl_estimate, log_ratio, policy_loss, rollout_weights
+from mars2_jax.learning.loss import (
+    aggregate,
+    cispo_objective,
+    clipped_objective,
+    kl_estimate,
+    log_ratio,
+    policy_loss,
+    response_kl,
+    rollout_weights,
+)
 from tests.learning import reference
+from tests.learning.forests import learning as _config
 
 ROWS, WIDTH, BUDGET = 5, 6, 10
-
-
-def _config(**changes):
-    config = default_config().learning
-    config.update(changes)
-    return FrozenConfigDict(config)
 
 
 def _data(seed):
@@ -40,6 +40,27 @@ def _data(seed):
     return data | dict(advantage=np.array([1.5, -0.8, 2.0, 0.0, -1.7], np.float32), mask=mask)
 
 
+def _rows(data):
+    """The arguments of `policy_loss`, with a row for each response."""
+    rows = dict(data)
+    return rows | dict(member=rows.pop("mask")[:, None], advantage=data["advantage"][:, None])
+
+
+def _packed(data):
+    """The same, with the responses packed into two rows of three, the last of them empty."""
+    layout, width = [[4, 1, 2], [3, 0]], 11
+    packed = {name: np.full((2, width), 50, np.float32) for name in ("lp", "entropy", "lp_old", "lp_roll", "lp_ref")}
+    member, advantage = np.zeros((2, 3, width), bool), np.zeros((2, 3), np.float32)
+    for r, row in enumerate(layout):
+        start = 0
+        for s, i in enumerate(row):
+            end = start + data["mask"][i].sum()
+            for name, array in packed.items():
+                array[r, start:end] = data[name][i, data["mask"][i]]
+            member[r, s, start:end], advantage[r, s], start = True, data["advantage"][i], end
+    return packed | dict(member=member, advantage=advantage)
+
+
 _OPTIONS = [
     *(
         dict(ratio=ratio, aggregation=aggregation, dual_clip=dual, kl=kl, kl_coef=0.1)
@@ -55,18 +76,22 @@ _OPTIONS = [
     ),
     dict(entropy_coef=0.3),
     dict(clip_low=0.0, clip_high=0.0),
+    dict(objective="cispo", clip_low=0.3, aggregation="seq_mean"),
+    dict(objective="cispo", clip_low=1.0, tis="token", tis_cap=1.2),
+    dict(kl_in="reward", kl_coef=0.5),
 ]
 
 
 @pytest.mark.parametrize("changes", _OPTIONS, ids=lambda c: "-".join(str(v) for v in c.values()))
-def test_policy_loss_equals_the_loops(changes):
+def test_policy_loss_equals_the_loops_packed_or_not(changes):
     config = _config(**changes)
     loss = jax.jit(lambda data: policy_loss(**data, config=config, budget=BUDGET))
     for seed in range(3):
         data = _data(seed)
-        terms = loss(data)
+        terms, packed = loss(_rows(data)), loss(_packed(data))
         want = reference.policy_loss(**data, config=config, budget=BUDGET)
         np.testing.assert_allclose(terms.numerator / terms.denominator, want, rtol=2e-5, atol=1e-6)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), packed, terms)
 
 
 @pytest.mark.parametrize("changes", _OPTIONS, ids=lambda c: "-".join(str(v) for v in c.values()))
@@ -80,7 +105,7 @@ def test_gradient_of_the_policy_loss(changes):
     data = _data(7)
 
     def loss(lp):
-        terms = policy_loss(**(data | dict(lp=lp)), config=config, budget=BUDGET)
+        terms = policy_loss(**(_rows(data) | dict(lp=lp)), config=config, budget=BUDGET)
         return terms.numerator / terms.denominator
 
     got = jax.jit(jax.grad(loss))(data["lp"])
@@ -90,13 +115,14 @@ def test_gradient_of_the_policy_loss(changes):
         for sign in (1, -1):
             lp = data["lp"].astype(np.float64)
             lp[b, t] += sign * step
-            at.append(reference.policy_loss(**(data | dict(lp=lp)), config=config, budget=BUDGET))
+            values = data | dict(lp=lp)
+            at.append(reference.policy_loss(**values, config=config, budget=BUDGET, weights_at=data["lp"]))
         want[b, t] = (at[0] - at[1]) / (2 * step)
     np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-5)
 
 
 def test_only_lp_and_entropy_have_a_gradient():
-    data, config = _data(1), _config(tis="token", entropy_coef=0.1)
+    data, config = _rows(_data(1)), _config(tis="token", entropy_coef=0.1)
 
     def loss(part):
         return policy_loss(**(data | part), config=config, budget=BUDGET).numerator
@@ -109,10 +135,11 @@ def test_only_lp_and_entropy_have_a_gradient():
 
 def test_gspo_is_the_gradient_of_the_sequence_ratio():
     data = _data(3)
+    member = data["mask"][:, None]
 
     def token(lp):
-        ratio = jnp.exp(log_ratio(lp, data["lp_old"], data["mask"], "gspo"))
-        return aggregate(ratio, data["mask"], "seq_mean", budget=BUDGET)[0]
+        ratio = jnp.exp(log_ratio(lp, data["lp_old"], member, "gspo"))
+        return aggregate(ratio, member, "seq_mean", budget=BUDGET)[0]
 
     def sequence(lp):
         difference = jnp.where(data["mask"], lp - data["lp_old"], 0)
@@ -126,11 +153,23 @@ def test_gspo_is_the_gradient_of_the_sequence_ratio():
 def test_clip_higher_and_dual_clip_by_hand():
     ratio = np.log(np.array([[0.5, 0.9, 1.25, 1.4, 5.0]], np.float32))
     up = clipped_objective(ratio, np.ones((1, 1)), clip_low=0.2, clip_high=0.28)
-    np.testing.assert_allclose(up.objective, [[0.5, 0.9, 1.25, 1.28, 1.28]], rtol=1e-6)
+    np.testing.assert_allclose(up.value, [[0.5, 0.9, 1.25, 1.28, 1.28]], rtol=1e-6)
     assert up.clipped.tolist() == [[False, False, False, True, True]]
     down = clipped_objective(ratio, -np.ones((1, 1)), clip_low=0.2, clip_high=0.28, dual_clip=3.0)
-    np.testing.assert_allclose(down.objective, [[-0.8, -0.9, -1.25, -1.4, -3.0]], rtol=1e-6)
+    np.testing.assert_allclose(down.value, [[-0.8, -0.9, -1.25, -1.4, -3.0]], rtol=1e-6)
     assert down.clipped.tolist() == [[True, False, False, False, True]]
+
+
+def test_cispo_by_hand():
+    lp = np.log(np.array([[0.5, 0.9, 1.25, 1.4, 5.0]], np.float32))  # of weights that had 1: the ratio itself
+    options = dict(clip_low=0.2, clip_high=0.28)
+    got = cispo_objective(lp, lp, -2 * np.ones((1, 5)), **options)
+    weight = np.array([[0.8, 0.9, 1.25, 1.28, 1.28]])
+    np.testing.assert_allclose(got.value, -2 * weight * lp, rtol=1e-6)
+    assert got.clipped.tolist() == [[True, False, False, True, True]]
+    # Clipped tokens keep a gradient, that of lp.
+    slope = jax.grad(lambda x: cispo_objective(x, x, -2 * np.ones((1, 5)), **options).value.sum())(lp)
+    np.testing.assert_allclose(slope, -2 * weight, rtol=1e-6)
 
 
 def test_rollout_weights_by_hand():
@@ -138,7 +177,7 @@ def test_rollout_weights_by_hand():
     mask = np.array([[1, 1, 1, 0], [1, 1, 0, 0]], bool)
 
     def weights(**options):
-        return np.asarray(rollout_weights(gap, np.zeros_like(gap), mask, **({"cap": 2.0} | options)))
+        return np.asarray(rollout_weights(gap, np.zeros_like(gap), mask[:, None], **({"cap": 2.0} | options)))
 
     np.testing.assert_allclose(weights(level="token")[0, :3], [2, 0.5, 1], rtol=1e-6)
     np.testing.assert_allclose(weights(level="token", mode="mask")[0, :3], [0, 0.5, 1], rtol=1e-6)
@@ -155,8 +194,17 @@ def test_k3_is_never_negative_and_exact_near_zero():
     np.testing.assert_allclose(k3[0], exact, rtol=2e-3, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_the_kl_of_a_response_is_the_sum_over_its_tokens(kind):
+    rng = np.random.default_rng(0)
+    lps = [[rng.normal(-2, 1, n).astype(np.float32) for n in (3, 1, 700, 600)] for _ in range(2)]
+    want = [reference.response_kl(lp, ref, kind) for lp, ref in zip(*lps)]
+    np.testing.assert_allclose(response_kl(*lps, kind), want, rtol=1e-5)
+    assert response_kl([], [], kind) == []
+
+
 def test_a_huge_ratio_stays_finite():
-    data = _data(0) | dict(advantage=np.zeros(ROWS, np.float32), lp=np.full((ROWS, WIDTH), 200, np.float32))
+    data = _rows(_data(0)) | dict(advantage=np.zeros((ROWS, 1), np.float32), lp=np.full((ROWS, WIDTH), 200, np.float32))
     terms = policy_loss(**data, config=_config(tis="sequence"), budget=BUDGET)
     assert np.isfinite(terms.numerator)
 
@@ -164,39 +212,18 @@ def test_a_huge_ratio_stays_finite():
 @pytest.mark.parametrize("kind", ["token_mean", "seq_mean", "seq_mean_token_sum_norm"])
 def test_splitting_rows_adds_numerators_and_denominators(kind):
     data = _data(4)
-    values, mask = data["entropy"], data["mask"]
+    values, mask = data["entropy"], data["mask"][:, None]
     whole = aggregate(values, mask, kind, budget=BUDGET)
     parts = [aggregate(values[s], mask[s], kind, budget=BUDGET) for s in (slice(0, 2), slice(2, 3), slice(3, 5))]
     np.testing.assert_allclose(whole, np.sum(parts, axis=0), rtol=1e-6)
-    wider = aggregate(np.pad(values, ((0, 1), (0, 4))), np.pad(mask, ((0, 1), (0, 4))), kind, budget=BUDGET)
+    wider = aggregate(np.pad(values, ((0, 1), (0, 4))), np.pad(mask, ((0, 1), (0, 0), (0, 4))), kind, budget=BUDGET)
     np.testing.assert_allclose(wider, whole, rtol=1e-6)
-
-
-@pytest.mark.parametrize("entropy_gradient", [False, True])
-def test_logprob_and_entropy_equal_log_softmax(entropy_gradient):
-    rng = np.random.default_rng(0)
-    logits = rng.normal(0, 3, (3, 4, 11)).astype(np.float32)
-    target = rng.integers(0, 11, (3, 4))
-    lp, entropy = logprob_and_entropy(logits, target, entropy_gradient)
-    log_p = reference.log_softmax(logits)
-    np.testing.assert_allclose(lp, np.take_along_axis(log_p, target[..., None], -1)[..., 0], rtol=1e-5)
-    np.testing.assert_allclose(entropy, -(np.exp(log_p) * log_p).sum(-1), rtol=1e-5)
-
-    weight = rng.normal(size=(2, 3, 4))
-
-    def loss(logits):
-        lp, entropy = logprob_and_entropy(logits, target, entropy_gradient)
-        return (weight[0] * lp + (weight[1] * entropy if entropy_gradient else 0)).sum()
-
-    with jax.enable_x64(True):
-        check_grads(loss, (logits.astype(np.float64),), order=1, modes=["rev"], atol=1e-6, rtol=1e-6)
-    if not entropy_gradient:
-        assert not np.any(jax.grad(lambda x: logprob_and_entropy(x, target)[1].sum())(logits))
 
 
 @pytest.mark.parametrize(
     "changes, name",
     [
+        ({"objective": "ppo"}, "learning.objective"),
         ({"ratio": "trpo"}, "learning.ratio"),
         ({"kl": "k4"}, "learning.kl"),
         ({"tis": "word"}, "learning.tis"),
@@ -208,9 +235,9 @@ def test_logprob_and_entropy_equal_log_softmax(entropy_gradient):
 )
 def test_an_unknown_option_is_an_error_that_names_it(changes, name):
     with pytest.raises(ConfigError, match=name):
-        policy_loss(**_data(0), config=_config(**changes), budget=BUDGET)
+        policy_loss(**_rows(_data(0)), config=_config(**changes), budget=BUDGET)
 
 
 def test_a_kl_term_needs_a_reference():
     with pytest.raises(ValueError, match="kl_coef"):
-        policy_loss(**(_data(0) | dict(lp_ref=None)), config=_config(), budget=BUDGET)
+        policy_loss(**(_rows(_data(0)) | dict(lp_ref=None)), config=_config(), budget=BUDGET)

@@ -9,9 +9,8 @@ from flax import nnx
 
 from mars2_jax.config import agent_config, default_config
 from mars2_jax.errors import ConfigError
-from mars2_jax.learning import logprobs
 from mars2_jax.learning.batch import Sample, TreeArrays, make_batch
-from mars2_jax.learning.update import Learner, make_optimizer
+from mars2_jax.learning.update import Learner
 from mars2_jax.models.config import ModelConfig
 from mars2_jax.models.decoder import Decoder
 from tests.learning import reference
@@ -21,6 +20,7 @@ TINY = ModelConfig(
     vocab_size=VOCAB, embed_dim=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp_dim=32, tied_embeddings=False
 )
 MARS2_PLUS = dict(ratio="gspo", tis="token", overlong_buffer=4, overlong_factor=0.5)
+OTHERS = dict(estimator="treerl", objective="cispo", kl="k1", kl_in="reward")
 
 
 @functools.lru_cache
@@ -91,6 +91,14 @@ def _samples(seed=0):
     return samples
 
 
+def _kl(samples, kind):
+    """[N] for each tree: the KL of the responses that the agent wrote."""
+    kl = {key: np.zeros(len(tree.reward), np.float32) for key, tree in TREES.items()}
+    for sample in samples:
+        kl[sample.tree][sample.slot] = reference.response_kl(sample.lp_old, sample.lp_ref, kind)
+    return kl
+
+
 def _naive_update(learner, params, samples):
     """The update written out: loops for advantages and loss, whole-vocabulary log-probabilities, AdamW by hand."""
     config = learner.learning
@@ -102,8 +110,10 @@ def _naive_update(learner, params, samples):
                 reference.overlong(n, BUDGET, config.overlong_buffer, config.overlong_factor) if g else 0
                 for n, g in zip(tree.length, tree.graded)
             ]
-        shaped[key] = reference.shaped(raw, tree.parent, tree.graded, config.gamma, config.lam)
-        advantages[key] = reference.group_advantages(shaped[key], tree.graded, np.zeros(99), "std", "mean")
+        if config.kl_in == "reward":
+            raw -= config.kl_coef * _kl(samples, config.kl)[key]
+        forest = (x[None] for x in (raw, tree.parent, tree.agent, tree.graded))
+        shaped[key], advantages[key] = (x[0] for x in reference.tree_advantages(*forest, [0], config.estimator))
 
     width = max(len(s.tokens) for s in samples)
 
@@ -128,7 +138,8 @@ def _naive_update(learner, params, samples):
         high, low = lp.copy(), lp.copy()
         high[at] += 1e-5
         low[at] -= 1e-5
-        slope[at] = (reference.policy_loss(high, **fixed) - reference.policy_loss(low, **fixed)) / 2e-5
+        above, below = (reference.policy_loss(x, **fixed, weights_at=lp) for x in (high, low))
+        slope[at] = (above - below) / 2e-5
 
     def linear(params):
         rows = [row for row, _ in _naive_logprobs(params, learner.graphdef, samples)]
@@ -144,17 +155,20 @@ def _naive_update(learner, params, samples):
     return new, dict(loss=reference.policy_loss(lp, **fixed), grad_norm=norm), shaped, advantages
 
 
-@pytest.mark.parametrize("changes", [dict(), MARS2_PLUS], ids=["mars2", "mars2_plus"])
+@pytest.mark.parametrize("changes", [dict(), MARS2_PLUS, OTHERS], ids=["mars2", "mars2_plus", "others"])
 def test_an_update_equals_the_loops(changes):
     model = _model()
     # With gspo the loops and GSPO-token agree where a row's tokens weigh the same: weights of 1 here.
     samples = _samples()
-    if changes:
+    if changes is MARS2_PLUS:
         samples = [dataclasses.replace(s, logprobs=s.lp_old) for s in samples]
     learner = _learner(model, **changes)
     params = nnx.state(model)
     new, want, shaped, advantage = _naive_update(learner, params, samples)
-    batch, keys = make_batch(samples, TREES, micro_batch_size=2)
+    trees = TREES
+    if changes is OTHERS:
+        trees = {key: dataclasses.replace(TREES[key], kl=kl) for key, kl in _kl(samples, "k1").items()}
+    batch, keys = make_batch(samples, trees, micro_batch_size=2)
     state, metrics, trees = learner.update(learner.init(params), batch)
     np.testing.assert_allclose(metrics["loss"], want["loss"], rtol=1e-5)
     np.testing.assert_allclose(metrics["grad_norm"], want["grad_norm"], rtol=1e-4)
@@ -199,13 +213,71 @@ def test_the_width_of_the_padding_changes_nothing():
         return np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 8)])
 
     packed = batch.samples
-    wide_rows = dataclasses.replace(packed.rows, tokens=wider(packed.rows.tokens), mask=wider(packed.rows.mask))
+    index = np.where(wider(packed.rows.mask), wider(packed.rows.index), 1)
+    wide_rows = dataclasses.replace(
+        packed.rows, tokens=wider(packed.rows.tokens), mask=wider(packed.rows.mask), index=index
+    )
     wide = dataclasses.replace(
         packed, rows=wide_rows, **{k: wider(getattr(packed, k)) for k in ("lp_roll", "lp_old", "lp_ref")}
     )
     _, want, _ = learner.update(learner.init(params), batch)
     _, got, _ = learner.update(learner.init(params), dataclasses.replace(batch, samples=wide))
     assert {k: float(v) for k, v in got.items()} == pytest.approx({k: float(v) for k, v in want.items()}, rel=1e-5)
+
+
+# What there is of a whole response: a sequence ratio, a sequence weight with a veto, means over responses.
+SEQUENCES = dict(ratio="gspo", tis="sequence", tis_veto=0.45, tis_cap=1.5, aggregation="seq_mean", entropy_coef=0.01)
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_packing_changes_nothing(micro):
+    """Rows of 32 tokens for samples of 10 to 22: in three rows or so instead of five."""
+    model, samples = _model(), _samples()
+    whole, want, trees = _update(_learner(model, **SEQUENCES), model, samples, 5)
+    assert 0 < want["rollout_weight"] < 1
+    learner = _learner(model, **SEQUENCES, pack_tokens=32)
+    batch, _ = make_batch(samples, TREES, micro_batch_size=micro, pack_tokens=32)
+    filled = int(batch.filled)
+    assert filled * micro < 5 and batch.samples.valid.sum(-1).max() > 1
+    state, metrics, packed_trees = learner.update(learner.init(nnx.state(model)), batch)
+    assert {k: float(v) for k, v in metrics.items()} == pytest.approx(want, rel=1e-4, abs=1e-6)
+    np.testing.assert_array_equal(packed_trees.advantage, trees.advantage)
+    for a, b in zip(_host(state.params), whole):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_batches_of_one_shape_share_a_program_however_many_rows_they_fill():
+    model = _model()
+    learner = _learner(model, pack_tokens=32)
+    long, short = _samples(), [dataclasses.replace(s, prompt=s.prompt[:1]) for s in _samples()]
+    batches = [make_batch(x, TREES, micro_batch_size=1, pack_tokens=32)[0] for x in (long, short)]
+    fewest = int(batches[1].filled)
+    assert fewest < int(batches[0].filled)
+    # The second with as many micro-batches as the first, the last of them empty.
+    size = batches[0].samples.tree.shape[0]
+    pad = lambda x: np.concatenate([x, np.zeros((size - len(x), *x.shape[1:]), x.dtype)])
+    padded = jax.tree.map(pad, batches[1].samples)
+    index = np.maximum(padded.rows.index, 1)
+    padded = dataclasses.replace(padded, rows=dataclasses.replace(padded.rows, index=index))
+    narrow = jax.tree.map(lambda x, like: x[..., : like.shape[-1]], padded, batches[0].samples)
+    results = []
+    for batch in (batches[0], dataclasses.replace(batches[1], samples=narrow)):
+        state = learner.init(nnx.state(model))
+        results.append(learner.update(state, batch)[1])
+    assert learner.program(learner.init(nnx.state(model)))._cache_size() == 1
+    assert results[1]["nodes"] == 5 and results[1]["tokens"] == results[0]["tokens"]
+    assert np.isfinite(results[1]["loss"])
+
+
+def test_packed_scores_are_those_of_a_row_each():
+    model, samples = _model(), _samples()
+    learner = _learner(model, pack_tokens=32)
+    prompts, responses = [s.prompt for s in samples], [s.tokens for s in samples]
+    scores = learner.score_responses(nnx.state(model), prompts, responses)
+    for sample, score, (want, _) in zip(samples, scores, _model_logprobs(), strict=True):
+        assert score.shape == sample.tokens.shape
+        np.testing.assert_allclose(score, want, rtol=1e-5, atol=1e-5)
+    assert learner.score_responses(nnx.state(model), [], []) == []
 
 
 def test_metrics_are_means_over_the_sampled_tokens():
@@ -246,28 +318,6 @@ def test_scores_are_those_of_the_sampling_temperature_whatever_the_neighbours():
         np.testing.assert_allclose(score, want, rtol=1e-5, atol=1e-5)
 
 
-def test_logits_in_pieces_give_the_same_numbers_and_gradients(monkeypatch):
-    model = _model()
-    tokens = np.random.default_rng(0).integers(0, VOCAB, (3, 32))
-    prompt_length = np.array([1, 7, 16], np.int32)
-
-    def outputs(params):
-        lp, entropy = logprobs.response_logprobs(
-            nnx.merge(nnx.graphdef(model), params), tokens, prompt_length, 12, temperature=0.7, entropy_gradient=True
-        )
-        return (lp**2 + entropy).sum(), (lp, entropy)
-
-    def run():
-        return _host(jax.jit(jax.value_and_grad(outputs, has_aux=True))(nnx.state(model)))
-
-    whole = run()
-    # Room for two positions of three rows: six pieces.
-    monkeypatch.setattr(logprobs, "_MAX_LOGITS", 3 * 2 * VOCAB + 1)
-    assert logprobs._chunks(3, 12, VOCAB) == 6
-    for a, b in zip(run(), whole):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-
-
 def test_the_same_input_gives_the_same_bits():
     model = _model()
     learner = _learner(model)
@@ -293,6 +343,34 @@ def test_updates_leave_the_weights_that_came_in_untouched():
     assert all((a == b).all() for a, b in zip(before, _host(params)))
     assert any((a != b).any() for a, b in zip(before, _host(new.params)))
     assert all(x.is_deleted() for x in jax.tree.leaves(state.params))
+
+
+def test_updates_of_two_agents_do_not_touch_each_other():
+    """Nor does it matter who comes first; and the nodes of one are no rows of the other's."""
+    models = [_model(1), _model(2)]
+    learner = _learner(models[0])
+
+    def run(order):
+        states = [learner.init(nnx.state(model)) for model in models]
+        for agent in order:
+            rng = np.random.default_rng(agent)
+            samples = []
+            for key, tree in TREES.items():
+                for slot in np.nonzero((tree.agent == agent) & tree.graded)[0]:
+                    lp = rng.normal(-3.4, 0.3, tree.length[slot]).astype(np.float32)
+                    tokens = rng.integers(0, VOCAB, tree.length[slot])
+                    samples.append(Sample(key, int(slot), np.arange(1, 9), tokens, lp, lp, lp))
+            batch, _ = make_batch(samples, TREES, micro_batch_size=2)
+            other = _host(states[1 - agent])
+            states[agent], _, _ = learner.update(states[agent], batch)
+            assert all((a == b).all() for a, b in zip(other, _host(states[1 - agent]), strict=True))
+        return states
+
+    one, two = run([0, 1]), run([1, 0])
+    for a, b, model in zip(one, two, models, strict=True):
+        assert all((x == y).all() for x, y in zip(_host(a), _host(b), strict=True))
+        moved = zip(_host(a.params), _host(nnx.state(model)), strict=True)
+        assert any((x != y).any() for x, y in moved)
 
 
 def test_equal_rewards_and_no_kl_change_nothing():
@@ -325,32 +403,6 @@ def test_nodes_of_another_agent_move_the_baseline_only():
     assert np.abs(other.advantage[0, 1] - trees.advantage[0, 1]) > 0.05
 
 
-def test_warm_up_is_linear_and_loses_no_update():
-    config = agent_config().optimizer
-    config.update(dict(learning_rate=0.4, warmup_updates=4, max_grad_norm=1e9))
-    optimizer = make_optimizer(config)
-    params = {"w": jnp.zeros((1, 1))}
-    state = optimizer.init(params)
-    steps = []
-    for _ in range(6):
-        change, state = optimizer.update({"w": jnp.ones((1, 1))}, state, params)
-        steps.append(-float(change["w"][0, 0]))
-    np.testing.assert_allclose(steps, [0.1, 0.2, 0.3, 0.4, 0.4, 0.4], rtol=1e-4)
-
-
-def test_weight_decay_spares_norms_and_biases():
-    config = agent_config().optimizer
-    config.update(dict(learning_rate=0.1, weight_decay=0.5))
-    optimizer = make_optimizer(config)
-    params = nnx.state(_model(config=dataclasses.replace(TINY, qkv_bias=True)))
-    params = jax.tree.map(jnp.ones_like, params)
-    gradient = jax.tree.map(jnp.zeros_like, params)
-    change, _ = jax.jit(lambda g, p: optimizer.update(g, optimizer.init(p), p))(gradient, params)
-    for path, x in jax.tree_util.tree_leaves_with_path(change):
-        name = jax.tree_util.keystr(path)
-        assert bool(jnp.any(x)) == ("bias" not in name and "scale" not in name), name
-
-
 def test_a_temperature_of_zero_is_an_error():
     with pytest.raises(ConfigError, match="rollout.temperature"):
         _learner(_model(), temperature=0.0)
@@ -359,61 +411,3 @@ def test_a_temperature_of_zero_is_an_error():
 def test_a_bad_overlong_buffer_is_an_error_at_creation():
     with pytest.raises(ConfigError, match="learning.overlong_buffer"):
         _learner(_model(), overlong_factor=1.0, overlong_buffer=0)
-
-
-# --- Learning is real --------------------------------------------------------------------------------------------
-
-ARMS = 8
-BANDIT = ModelConfig(
-    vocab_size=ARMS, embed_dim=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp_dim=32, tied_embeddings=True
-)
-PROMPT = np.array([3, 1])
-PAYS = (np.arange(ARMS)[:, None] + np.arange(ARMS)) % 2 == 0
-"""Whether the response (a, b) pays: half of all responses do."""
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _two_token_probabilities(graphdef, params):
-    """p(a, b | PROMPT) of every response of two tokens."""
-    model = nnx.merge(graphdef, params)
-    rows = jnp.concatenate([jnp.tile(PROMPT, (ARMS, 1)), jnp.arange(ARMS)[:, None]], axis=1)
-    p = jax.nn.softmax(model.logits(model(rows)))
-    return p[0, len(PROMPT) - 1][:, None] * p[:, len(PROMPT)]
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize(
-    "changes",
-    [dict(), MARS2_PLUS, dict(estimator="grpo", baseline="leave_one_out", group="tree_agent")],
-    ids=["mars2", "mars2_plus", "grpo"],
-)
-def test_updates_raise_the_expected_reward(changes, seed):
-    """Two tokens are drawn from the model; the reward is 1 if their sum is even. From one half to above 0.9."""
-    rng = np.random.default_rng(seed)
-    model = _model(seed, BANDIT)
-    learner = _learner(model, temperature=1.0, learning_rate=1e-2, **(dict(kl_coef=1e-3) | changes))
-    reference_params = nnx.state(model)
-    state = learner.init(reference_params)
-    expected = []
-    for _ in range(30):
-        p = np.asarray(_two_token_probabilities(learner.graphdef, state.params), np.float64).ravel()
-        expected.append(p[PAYS.ravel()].sum() / p.sum())
-        trees, drawn = {}, []
-        for tree in range(4):
-            pairs = rng.choice(ARMS * ARMS, 8, p=p / p.sum())
-            responses = np.stack([pairs // ARMS, pairs % ARMS], 1)
-            trees[tree] = TreeArrays(
-                reward=np.concatenate([[0], PAYS[responses[:, 0], responses[:, 1]]]).astype(np.float32),
-                parent=np.array([-1] + [rng.integers(0, v) for v in range(1, 9)], np.int32),
-                agent=np.array([-1] + [0, 1] * 4, np.int32),
-                graded=np.arange(9) > 0,
-                length=np.array([0] + [2] * 8, np.int32),
-            )
-            drawn += [(tree, slot, responses[slot - 1]) for slot in range(1, 9)]
-        prompts, responses = [PROMPT] * len(drawn), [r for _, _, r in drawn]
-        old = learner.score_responses(state.params, prompts, responses)
-        ref = learner.score_responses(reference_params, prompts, responses)
-        samples = [Sample(t, s, PROMPT, r, o, o, f) for (t, s, r), o, f in zip(drawn, old, ref)]
-        state, _, _ = learner.update(state, make_batch(samples, trees, micro_batch_size=16)[0])
-    assert 0.35 < expected[0] < 0.65
-    assert expected[-1] > 0.9, expected

@@ -1,6 +1,8 @@
-"""Run with eight forced host devices. Prints one JSON line about each mesh of the command line.
+"""Run with eight forced host devices. Prints one JSON line about each mesh of the command line, or one about other
+optimizers than AdamW and packed rows on the mesh 2,2,2.
 
 python -m tests.parallel.eight_devices 8,1,1 2,2,2 ...
+python -m tests.parallel.eight_devices optimizers
 """
 
 import dataclasses
@@ -29,7 +31,7 @@ CONFIG = ModelConfig(
 ROWS, BUDGET, DECAY = 8, 9, 0.5
 
 
-def tree_batch() -> TreeBatch:
+def tree_batch(pack_tokens: int = 0) -> TreeBatch:
     """One tree of two micro-batches."""
     rng = np.random.default_rng(0)
     slots = np.arange(2 * ROWS + 1)
@@ -45,7 +47,7 @@ def tree_batch() -> TreeBatch:
         lp = rng.normal(-4, 0.1, BUDGET).astype(np.float32)
         prompt, tokens = rng.integers(0, 64, 5 + slot % 4), rng.integers(0, 64, BUDGET)
         samples.append(Sample("tree", int(slot), prompt, tokens, lp, lp, lp))
-    return make_batch(samples, {"tree": tree}, micro_batch_size=ROWS)[0]
+    return make_batch(samples, {"tree": tree}, micro_batch_size=ROWS, pack_tokens=pack_tokens)[0]
 
 
 def requests(round_: int) -> list[Request]:
@@ -55,6 +57,52 @@ def requests(round_: int) -> list[Request]:
         for i in range(10)
         for sampling in [SamplingParams(max_new_tokens=6, top_p=1.0 if i % 2 else 0.9)]
     ]
+
+
+# Wide enough for Adafactor, which keeps rows and columns of matrices with two axes of 128 or more.
+WIDE = dataclasses.replace(CONFIG, embed_dim=128, layers=1, mlp_dim=256)
+
+
+def learn(mesh, name: str, *, packed: bool) -> tuple[list[np.ndarray], dict, bool]:
+    """Two updates with an optimizer: the weights after them, in which parts its state lies, and whether it stays there.
+
+    Of one kind of moment each: Adafactor's rows and columns of the embedding and of an output projection, Muon's
+    momentum of a matrix and Adam's of the embedding.
+    """
+    model = init_decoder(WIDE, jax.random.key(0), mesh)
+    learning, optimizer = default_config().learning, agent_config().optimizer
+    learning.update(ratio="gspo", aggregation="seq_mean", pack_tokens=32 if packed else 0)
+    # Adafactor's steps are of the learning rate's size even where a gradient is rounding.
+    optimizer.update(name=name, learning_rate=1e-5)
+    learner = Learner.create(model, learning, optimizer, temperature=1.0, budget=BUDGET)
+    batch, state = tree_batch(32 if packed else 0), learner.init(nnx.state(model))
+    if mesh is not None:
+        batch = dataclasses.replace(batch, samples=jax.device_put(batch.samples, rows(mesh, leading=1)))
+    before = jax.tree.map(lambda x: x.sharding, state)
+    for _ in range(2):
+        state, _, _ = learner.update(state, batch)
+    parts = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(state.opt_state):
+        place = jax.tree_util.keystr(path)
+        if x.ndim and any(f"'{weight}']" in place for weight in ("embedding", "out", "up")) and x.size > 1:
+            kind = next(kind for kind in ("v_row", "v_col", "mu", "nu", "v") if f".{kind}[" in place)
+            weight = next(weight for weight in ("embedding", "out", "up") if f"'{weight}']" in place)
+            parts[f"{kind} {weight}"] = [list(x.shape), list(x.addressable_shards[0].data.shape)]
+    weights = [np.asarray(x) for x in jax.tree.leaves(state.params)]
+    return weights, parts, before == jax.tree.map(lambda x: x.sharding, state)
+
+
+def optimizers(mesh) -> dict:
+    """Of each optimizer: how far two packed updates on the mesh are from two unpacked ones on one device, and `parts`
+    and `stays` of `learn`."""
+    told = {}
+    for name in ("adafactor", "muon"):
+        one, _, _ = learn(None, name, packed=False)
+        with jax.set_mesh(mesh):
+            got, parts, stays = learn(mesh, name, packed=True)
+        gap = max(float(np.abs(a - b).max()) for a, b in zip(one, got, strict=True))
+        told[name] = dict(gap=gap, parts=parts, stays=stays)
+    return told
 
 
 def measure(mesh, scan_unroll: int) -> dict:
@@ -112,6 +160,9 @@ def measure(mesh, scan_unroll: int) -> dict:
 
 
 def main() -> None:
+    if sys.argv[1:] == ["optimizers"]:
+        print(json.dumps(optimizers(make_mesh(dict(zip(MESH_AXES, (2, 2, 2), strict=True))))))
+        return
     one = measure(None, 0)
     for number, sizes in enumerate(sys.argv[1:]):
         print(f"--- mesh {sizes}", file=sys.stderr, flush=True)

@@ -126,6 +126,36 @@ def test_nothing_moves_and_nothing_is_compiled_twice(measured, sizes):
     assert "full rematerialization" not in complaints
 
 
+@pytest.fixture(scope="module")
+def optimizers():
+    return json.loads(on_eight_devices("eight_devices", "optimizers").stdout)
+
+
+# On the mesh 2, 2, 2: embedding [vocab, embed] is split by tensor and fsdp, out [embed, kv_heads, group, head_dim] by
+# fsdp and tensor, up [mlp, embed] by tensor and fsdp. A moment lies as its weight does, without the axis that it lacks.
+PARTS = {
+    "adafactor": {
+        "v embedding": [[64, 128], [32, 64]],  # no two axes of 128
+        "v out": [[128, 4, 2, 8], [64, 2, 2, 8]],
+        "v_row up": [[128], [64]],
+        "v_col up": [[256], [128]],
+    },
+    "muon": {
+        "mu up": [[256, 128], [128, 64]],
+        "mu out": [[128, 4, 2, 8], [64, 2, 2, 8]],
+        "mu embedding": [[64, 128], [32, 64]],
+        "nu embedding": [[64, 128], [32, 64]],
+    },
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_other_optimizers_and_packed_rows_on_a_mesh(optimizers, name):
+    told = optimizers[name]
+    assert told["stays"] and told["gap"] < 1e-5
+    assert told["parts"] == PARTS[name]
+
+
 def test_two_axes_of_an_array_on_one_mesh_axis_are_an_error():
     mesh = AbstractMesh((1, 1, 2), ("data", "fsdp", "tensor"))
     with pytest.raises(ValueError, match="'kv_heads' and 'mlp' of one array .* both lie on the mesh axis 'tensor'"):

@@ -7,7 +7,7 @@ from mars2_jax.learning.batch import Sample, TreeArrays
 from mars2_jax.training.buffer import Buffer
 
 
-def tree(nodes: int, seed: int) -> TreeArrays:
+def tree(nodes: int, seed: int, problem=None, with_kl: bool = False) -> TreeArrays:
     rng = np.random.default_rng(seed)
     return TreeArrays(
         reward=rng.random(nodes).astype(np.float32),
@@ -15,6 +15,8 @@ def tree(nodes: int, seed: int) -> TreeArrays:
         agent=rng.integers(-1, 2, nodes).astype(np.int32),
         graded=rng.random(nodes) < 0.7,
         length=rng.integers(0, 9, nodes).astype(np.int32),
+        problem=problem,
+        kl=rng.random(nodes).astype(np.float32) if with_kl else None,
     )
 
 
@@ -37,7 +39,8 @@ def same(a, b) -> bool:
 @given(slots=st.lists(st.integers(1, 50), max_size=12), reference=st.booleans(), taken=st.integers(0, 12))
 def test_a_buffer_survives_its_checkpoint(slots, reference, taken):
     buffer = Buffer()
-    trees = {(step, t): tree(3 + t, 10 * step + t) for step in (1, 2) for t in range(3)}
+    # The last tree of a step is of the problem of the first.
+    trees = {(step, t): tree(3 + t, 10 * step + t, (step, t % 2), reference) for step in (1, 2) for t in range(3)}
     buffer.add([sample((1 + s % 2, s % 3), s, reference) for s in slots], trees)
     buffer.take(min(taken, len(buffer)))
     again = Buffer.from_arrays(buffer.to_arrays())
@@ -58,3 +61,15 @@ def test_oldest_first_and_trees_go_when_their_last_sample_goes():
     assert [s.slot for s in taken] == [3] and used.keys() == {(1, 0)}
     with pytest.raises(ValueError, match="holds 0 samples"):
         buffer.take(1)
+
+
+def test_trees_of_a_problem_stay_together():
+    buffer = Buffer()
+    trees = {(1, 0): tree(3, 0, (1, 0)), (1, 1): tree(3, 1, (1, 1)), (1, 2): tree(3, 2, (1, 0))}
+    buffer.add([sample((1, 0), 1, False), sample((1, 1), 2, False), sample((1, 2), 3, False)], trees)
+    _, used = buffer.take(1)
+    assert used.keys() == {(1, 0), (1, 2)}
+    _, used = buffer.take(1)
+    assert used.keys() == {(1, 1)}
+    _, used = buffer.take(1)
+    assert used.keys() == {(1, 0), (1, 2)}

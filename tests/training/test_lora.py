@@ -27,7 +27,7 @@ from tests.training.tiny_team import tiny_config, write_model
 
 
 def team_config(folder, agents: str) -> ConfigDict:
-    """Agents of one checkpoint: l learns adapters, f all its weights, z is frozen."""
+    """Agents of one checkpoint: l learns adapters with Muon, f all its weights with AdamW, z is frozen."""
     config = tiny_config(folder)
     proto = config.agents.ann
     proto.model.path = write_model(folder / "one_layer", layers=1)
@@ -36,7 +36,7 @@ def team_config(folder, agents: str) -> ConfigDict:
         agent = config.agents[f"{kind}{number}"] = proto.copy_and_resolve_references()
         agent.model.lora.rank = 3 if kind == "l" else 0
         agent.trainable = kind != "z"
-        agent.optimizer.learning_rate = 0.03
+        agent.optimizer.update(name="muon" if kind == "l" else "adamw", learning_rate=0.03)
     validate(config)
     return config
 

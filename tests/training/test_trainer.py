@@ -490,3 +490,32 @@ def test_an_agent_waits_until_its_buffer_is_full(folder, tmp_path):
     assert all(n["shaped"] is None for t in read_trees(trees_path(tmp_path, 1)) for n in t["nodes"])
     state = final_state(tmp_path)
     assert len(state["ann/slot"]) == written[0] % 40
+
+
+@pytest.mark.slow
+def test_other_ways_to_learn_resume_with_the_same_bits(folder, tmp_path):
+    """Other optimizers with schedules, packed rows, the KL in the reward, and trees of one problem that wait together:
+    two problems for three trees a step."""
+
+    def config(steps):
+        config = tiny_config(folder)
+        config.data.limit = 2
+        config.learning.update(estimator="tree_grpo", objective="cispo", kl="k1", kl_in="reward", kl_coef=0.1)
+        config.learning.update(train_batch_size=6, pack_tokens=1024)
+        decay = dict(schedule="cosine", decay_updates=3, final_learning_rate=1e-4, weight_decay=0.01)
+        config.agents.ann.optimizer.update(name="muon", **decay)
+        config.agents.bob.optimizer.update(name="adafactor", **decay)
+        config.training.update(steps=steps, evaluate=False)
+        return config
+
+    run(config(2), tmp_path / "straight")
+    for steps in (1, 2):
+        run(config(steps), tmp_path / "pieces")
+    state = final_state(tmp_path / "straight")
+    assert_same_bits(state, final_state(tmp_path / "pieces"))
+    a, b = (trees_path(tmp_path / name, 2).read_text() for name in ("straight", "pieces"))
+    assert a == b
+    # Of nodes that an agent wrote after its first update, the KL to the reference is not 0, and in their reward.
+    kept = np.concatenate([state[f"{agent}/kl"] for agent in config(2).agents])
+    nodes = [n for t in read_trees(trees_path(tmp_path / "straight", 2)) for n in t["nodes"] if n["shaped"] is not None]
+    assert np.any(kept) or any(n["shaped"] != n["reward"] for n in nodes)
