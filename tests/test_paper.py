@@ -16,8 +16,10 @@ from mars2_jax.training.metrics import read_metrics
 from mars2_jax.training.trainer import train
 from tests.training.tiny_team import tiny_config
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 CONFIGS = pathlib.Path(__file__).resolve().parents[1] / "configs"
-FAST = ("plus", "rs2")
+FAST = ("plus",)
 
 
 def load(name: str) -> Callable[..., ConfigDict]:

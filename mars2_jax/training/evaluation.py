@@ -129,12 +129,12 @@ def run_evaluation(
     with contextlib.ExitStack() as stack:
         # The grader first, as in training: Orbax wakes JAX.
         grader = stack.enter_context(start_grader(config))
-        checkpointer = None
+        checkpointer, chosen = None, None
         if workdir is not None:
             best_metric = config.training.best_metric
             checkpointer = stack.enter_context(Checkpointer(workdir, best_metric=best_metric, read_only=True))
-            step = checkpointer.best() if step == "best" else step
-            _check_made_by(config, checkpointer, workdir, step)
+            chosen = checkpointer.best() if step == "best" else step
+            _check_made_by(config, checkpointer, workdir, chosen)
         searched = problems if searchable(config, problems) else []
         setup = Setup.check(config, searched=searched, answered=problems, learn=False)
         problems = calibrated(config, problems, grader, console)
@@ -145,7 +145,7 @@ def run_evaluation(
         for member in team:
             if isinstance(member, EndpointAgent):
                 stack.enter_context(member)
-        made = _load_checkpoint(team, checkpointer, step) if checkpointer is not None else 0
+        made = _load_checkpoint(team, checkpointer, chosen) if checkpointer is not None else 0
         with Progress(1, console=console) as progress:
             scores = evaluate(config, team, problems, grader, progress)
     for member in team:

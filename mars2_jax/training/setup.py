@@ -104,7 +104,7 @@ def calibrated(
     grading = config.grading
     if not grading.time_factor or not problems:
         return problems
-    with Bars(console=console, transient=True) as bars:
+    with Bars(console=console, transient=True, disable=not console.is_terminal) as bars:
         bar = bars.add_task("timing the reference solutions", total=len(problems))
         advance = lambda done, total: bars.update(bar, completed=done, total=total)
         found = calibrate(problems, grader, factor=grading.time_factor, floor=grading.time_floor, progress=advance)

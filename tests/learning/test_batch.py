@@ -67,7 +67,7 @@ def test_a_batch_points_every_row_at_its_node():
     assert keys == ["b", "a"]
     assert batch.reward.shape == (4, 6)
     packed = batch.samples
-    assert packed.rows.tokens.shape == (2, 2, 32) and packed.lp_old.shape == (2, 2, 16)
+    assert packed.rows.tokens.shape == (2, 2, 32) and packed.lp_old.shape == (2, 2, 32)
     assert packed.tree.tolist() == [[[0], [1]], [[0], [0]]] and packed.slot.tolist() == [[[5], [1]], [[2], [0]]]
     assert packed.valid.tolist() == [[[True], [True]], [[True], [False]]]
     assert batch.filled is None and batch.kl is None

@@ -15,6 +15,8 @@ from mars2_jax.models.weights import abstract_decoder
 from tests.learning.test_update import TINY, TREES, _host, _learner, _samples
 from tests.models.tiny import random_decoder
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 LORA = Lora(2, 8.0, frozenset({"attention", "mlp"}))
 
 

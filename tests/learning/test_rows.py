@@ -39,7 +39,7 @@ def test_packed_rows_have_a_round_length(capacity, length):
 def test_rows_hold_prompt_response_and_nothing_else():
     prompts, responses = [np.array([5, 6, 7]), np.array([8])], [np.array([1, 2]), np.array([3, 4, 9])]
     rows = make_rows(prompts, responses, rows=3)
-    assert rows.tokens.shape == (3, 32) and rows.mask.shape == rows.index.shape == (3, 16)
+    assert rows.tokens.shape == (3, 32) and rows.mask.shape == rows.index.shape == (3, 32)
     assert rows.tokens[:, :6].tolist() == [[5, 6, 7, 1, 2, 0], [8, 3, 4, 9, 0, 0], [0] * 6]
     assert rows.index[:, :3].tolist() == [[3, 4, 1], [1, 2, 3], [1, 1, 1]]
     assert rows.mask.sum(-1).tolist() == [2, 3, 0] and rows.mask[1, :3].all()

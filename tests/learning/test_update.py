@@ -15,6 +15,8 @@ from mars2_jax.models.config import ModelConfig
 from mars2_jax.models.decoder import Decoder
 from tests.learning import reference
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 VOCAB, BUDGET, TEMPERATURE = 31, 12, 0.7
 TINY = ModelConfig(
     vocab_size=VOCAB, embed_dim=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp_dim=32, tied_embeddings=False
