@@ -180,7 +180,7 @@ def _check_made_by(config: FrozenConfigDict, checkpointer: Checkpointer, workdir
                 )
 
 
-def _load_checkpoint(team: Sequence[Member], checkpointer: Checkpointer, step: int | None) -> int:
+def _load_checkpoint(team: Sequence[Member], checkpointer: Checkpointer, step: int | None = None) -> int:
     learners = [agent for agent in team if isinstance(agent, Agent) and agent.config.trainable]
     # The weights alone: optimizer states are twice their size, and nothing learns here.
     if not learners:  # nothing of it is needed, and Orbax reads no empty tree
