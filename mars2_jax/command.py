@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 from absl import app, flags, logging
 from ml_collections import ConfigDict, FrozenConfigDict, config_flags
 
-from mars2_jax import config as config_lib
+from mars2_jax import validation
 from mars2_jax.errors import ConfigError, UserError
 
 __all__ = ["define_config", "define_step", "define_workdir", "load", "run"]
@@ -93,7 +93,7 @@ def load(flag: flags.FlagHolder[Any]) -> FrozenConfigDict:
         raise ConfigError("--config is missing; give a config file, such as --config=configs/quickstart.py")
     if not isinstance(config, ConfigDict):
         raise ConfigError(f"get_config() of the config file must return a ConfigDict, returned {type(config).__name__}")
-    config_lib.validate(config)
+    validation.validate(config)
     return FrozenConfigDict(config)
 
 
@@ -159,7 +159,7 @@ def _parse(argv: Sequence[str]) -> list[str]:
 
 def _check_override(key: str, value: str | None) -> None:
     """Sees that the key exists and that a tuple is written as one: parsed by the flag, a slip there names no key."""
-    default = config_lib.check_key(key)
+    default = validation.check_key(key)
     if isinstance(default, tuple) and value is not None:
         try:
             written = ast.literal_eval(value.removeprefix("="))
@@ -179,7 +179,7 @@ def _explain(error: BaseException, config_file: Path | None) -> str | None:
         return f"the config file {config_file} defines no function get_config()"
     if isinstance(error, flags.IllegalFlagValueError):
         if match := re.match(r"flag --config\.([^=]+)=(.*?): ", str(error), re.DOTALL):
-            kind = config_lib.describe_type(config_lib.check_key(match[1]))
+            kind = validation.describe_type(validation.check_key(match[1]))
             return f"config.{match[1]} must be {kind}, is {match[2]!r}"
         if match := re.match(r"flag --(\w+)=None: ", str(error)):
             return f"--{match[1]} is missing; give --{match[1]}=..."

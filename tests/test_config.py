@@ -7,9 +7,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from ml_collections import ConfigDict, FrozenConfigDict
 
-from mars2_jax import config as config_lib
-from mars2_jax.config import agent_config, check_key, default_config, validate, write_config
+from mars2_jax.config import agent_config, default_config, write_config
 from mars2_jax.errors import ConfigError
+from mars2_jax.validation import CHOICES, RANGES, check_key, validate
 
 
 def good_config(agents=("coder",)):
@@ -38,19 +38,19 @@ def test_defaults_with_an_agent_are_valid():
 
 
 def test_tables_name_only_keys_that_exist():
-    for pattern in (*config_lib._CHOICES, *config_lib._RANGES):
+    for pattern in (*CHOICES, *RANGES):
         default = check_key(pattern.replace("*", "coder"))
         assert not isinstance(default, ConfigDict)
-        if pattern in config_lib._CHOICES:
+        if pattern in CHOICES:
             items = default if isinstance(default, tuple) else (default,)
-            assert set(items) <= set(config_lib._CHOICES[pattern])
+            assert set(items) <= set(CHOICES[pattern])
 
 
 def test_every_number_has_a_range_or_a_check_of_its_own():
     numbers = {name.replace("coder", "*") for name, v in LEAVES.items() if type(v) in (int, float)}
     axes = ("data", "fsdp", "tensor")
     own = {f"{mesh}.{axis}" for mesh in ("mesh", "rollout.mesh") for axis in axes} | {"learning.dual_clip"}
-    assert numbers - own == config_lib._RANGES.keys()
+    assert numbers - own == RANGES.keys()
 
 
 @given(st.sampled_from(sorted(LEAVES)), st.data())

@@ -10,10 +10,10 @@ import pytest
 from ml_collections import ConfigDict, FrozenConfigDict
 from rich.console import Console
 
-from mars2_jax.config import validate
 from mars2_jax.paper import VARIANTS, ablate
 from mars2_jax.training.metrics import read_metrics
 from mars2_jax.training.trainer import train
+from mars2_jax.validation import validate
 from tests.training.tiny_team import tiny_config
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")

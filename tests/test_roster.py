@@ -3,9 +3,10 @@
 import pytest
 from ml_collections import ConfigDict
 
-from mars2_jax.config import agent_config, as_json, default_config, validate
+from mars2_jax.config import agent_config, as_json, default_config
 from mars2_jax.errors import ConfigError
 from mars2_jax.roster import weight_owner, weight_owners
+from mars2_jax.validation import validate
 
 URL = "http://localhost:8000/v1"
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from mars2_jax.errors import ConfigError
 from mars2_jax.grading import system
+from mars2_jax.grading.compare import COMPARATORS
 from mars2_jax.grading.values import NotCarried, decode, encode, read_frame, write_frame
 
 __all__ = ["CheckerFailed", "Checkers", "main", "parse_checkers"]
@@ -30,7 +31,6 @@ _SECONDS = 30.0
 """For one answer, and for the import of all modules."""
 
 _SPEC = re.compile(r"([A-Za-z_][\w.-]*)=([A-Za-z_][\w.]*):([A-Za-z_]\w*)", re.ASCII)
-_BUILT_IN = ("tokens", "exact", "floats", "unordered")
 
 
 class CheckerFailed(Exception):
@@ -49,7 +49,7 @@ def parse_checkers(specs: Sequence[str]) -> dict[str, tuple[str, str]]:
         if match is None:
             raise ConfigError(f"config.grading.checkers has {spec!r}; each must be 'name=module:function'")
         name, module, function = match.groups()
-        if name in _BUILT_IN:
+        if name in COMPARATORS:
             raise ConfigError(f"config.grading.checkers has {spec!r}, but {name!r} is built in: choose another name")
         if name in found:
             raise ConfigError(f"config.grading.checkers names {name!r} twice: leave one")

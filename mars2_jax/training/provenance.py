@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 from pathlib import Path
 
@@ -17,6 +18,7 @@ def code_version() -> dict[str, str]:
     return {"mars2_jax": mars2_jax.__version__, "commit": _commit(), "jax": jax.__version__}
 
 
+@functools.cache  # Of the code that this process has loaded, whatever becomes of the checkout.
 def _commit() -> str:
     root = Path(mars2_jax.__file__).resolve().parents[1]
     if not (root / ".git").exists():

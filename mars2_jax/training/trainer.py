@@ -15,7 +15,7 @@ import numpy as np
 from ml_collections import FrozenConfigDict
 from rich.console import Console
 
-from mars2_jax.config import as_json, check_key, write_config
+from mars2_jax.config import as_json, write_config
 from mars2_jax.errors import ConfigError
 from mars2_jax.learning.batch import TreeArrays
 from mars2_jax.rollout.programs import compilations
@@ -53,6 +53,7 @@ from mars2_jax.training.setup import (
 )
 from mars2_jax.training.stopping import Stopped, StopRequest, stop_on_sigterm
 from mars2_jax.training.trees import read_trees, trees_path, write_trees
+from mars2_jax.validation import check_key
 from mars2_jax.viewer.terminal import Progress, render_summary, render_tree
 
 __all__ = ["Trainer", "check_resumable", "train"]
@@ -186,6 +187,7 @@ class Trainer:
         steps, every = self.config.training.steps, self.config.training.evaluate_every
         if self.judges and not self.step and "before" not in self.evaluations:
             self._evaluate("before", progress, metrics)
+            self._check_best_metric()
         while self.step < steps:
             summary = self._train_step(progress, metrics)
             last = self.step == steps
@@ -304,17 +306,16 @@ class Trainer:
         if when:
             self.evaluations[when] = scores
         metrics.write(self.step, scores)
-        best = self.config.training.best_metric
-        if best.startswith("eval/") and best not in scores:
-            raise ConfigError(f"config.training.best_metric is {best!r}, which evaluations lack: {', '.join(scores)}")
         self.values = self.values | scores
 
     def _check_best_metric(self) -> None:
+        """Sees that the metric exists, as soon as one of its kind was measured: an evaluation's, or a step's own."""
         best = self.config.training.best_metric
-        if best and not best.startswith("eval/") and best not in self.values:
+        measured = [name for name in self.values if name.startswith("eval/") == best.startswith("eval/")]
+        if best and measured and best not in measured:
             raise ConfigError(
                 f"config.training.best_metric is {best!r}, which step {self.step} did not measure: take one of "
-                f"{', '.join(sorted(self.values))}"
+                f"{', '.join(sorted(measured))}"
             )
 
     def _save(self) -> None:

@@ -14,12 +14,13 @@ import pytest
 from ml_collections import ConfigDict, FrozenConfigDict
 from rich.console import Console
 
-from mars2_jax.config import agent_config, default_config, validate
+from mars2_jax.config import agent_config, default_config
 from mars2_jax.errors import ConfigError, ModelError, PlanError
 from mars2_jax.parallel.mesh import make_mesh
 from mars2_jax.planning.models import model_shape
 from mars2_jax.planning.plan import make_plan
 from mars2_jax.planning.programs import team_programs
+from mars2_jax.validation import validate
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")

@@ -12,7 +12,7 @@ import pytest
 from ml_collections import ConfigDict, FrozenConfigDict
 from rich.console import Console
 
-from mars2_jax.config import agent_config, as_json, validate
+from mars2_jax.config import agent_config, as_json
 from mars2_jax.errors import ConfigError, EndpointError
 from mars2_jax.grading import verdict as grading
 from mars2_jax.grading.verdict import Grade, Verdict
@@ -27,6 +27,7 @@ from mars2_jax.training.endpoint import EndpointWriter
 from mars2_jax.training.evaluation import run_evaluation
 from mars2_jax.training.export import export_agent
 from mars2_jax.training.setup import Setup
+from mars2_jax.validation import validate
 from tests.rollout.chat_server import Answer, failed, said, serving
 from tests.training.test_trainer import ROOT, run
 from tests.training.tiny_team import ANSWERS, tiny_config, write_model

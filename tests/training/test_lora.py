@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from ml_collections import ConfigDict, FrozenConfigDict
 
-from mars2_jax.config import as_json, validate
+from mars2_jax.config import as_json
 from mars2_jax.errors import ConfigError
 from mars2_jax.learning.batch import TreeArrays
 from mars2_jax.models.files import open_checkpoint
@@ -22,6 +22,7 @@ from mars2_jax.training.export import export_agent
 from mars2_jax.training.metrics import read_metrics
 from mars2_jax.training.setup import Setup
 from mars2_jax.training.trainer import check_resumable
+from mars2_jax.validation import validate
 from tests.training.test_trainer import assert_same_bits, final_state, killed_and_resumed, run
 from tests.training.tiny_team import tiny_config, write_model
 

@@ -7,7 +7,7 @@ import pytest
 from ml_collections import ConfigDict, FrozenConfigDict
 from rich.console import Console
 
-from mars2_jax.config import agent_config, validate
+from mars2_jax.config import agent_config
 from mars2_jax.errors import ConfigError
 from mars2_jax.training.agent import Agent, Role
 from mars2_jax.training.evaluation import run_evaluation
@@ -15,6 +15,7 @@ from mars2_jax.training.export import export_agent
 from mars2_jax.training.metrics import read_metrics
 from mars2_jax.training.setup import Setup, train_problems, training_sampling
 from mars2_jax.training.trees import read_trees, trees_path
+from mars2_jax.validation import validate
 from tests.training.test_trainer import assert_same_bits, final_state, run
 from tests.training.tiny_team import tiny_config, write_model
 

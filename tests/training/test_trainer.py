@@ -15,7 +15,7 @@ import pytest
 from ml_collections import ConfigDict, FrozenConfigDict
 from rich.console import Console
 
-from mars2_jax.config import as_json, default_config, validate
+from mars2_jax.config import as_json, default_config
 from mars2_jax.errors import ConfigError, DataError, GraderError, ModelError, PromptTooLong
 from mars2_jax.grading.grader import Grader
 from mars2_jax.grading.verdict import Grade, TestResult, Verdict
@@ -29,6 +29,7 @@ from mars2_jax.training.records import check_graded
 from mars2_jax.training.setup import claim
 from mars2_jax.training.trainer import check_resumable, train
 from mars2_jax.training.trees import read_trees, trees_path
+from mars2_jax.validation import validate
 from tests.learning import reference
 from tests.training.tiny_team import ANSWERS, tiny_config
 
@@ -270,6 +271,10 @@ def test_a_best_metric_that_is_not_measured_is_named(folder, tmp_path):
         run(config, tmp_path)
     config.training.best_metric = "search/reward_mean"
     assert "resuming after step 1" in run(config, tmp_path)
+    # An evaluation's shows in the first one, before any step.
+    config.training.update(evaluate=True, evaluate_every=1, best_metric="eval/problems/pass@2")
+    with pytest.raises(ConfigError, match="'eval/problems/pass@2', which step 0 did not .* eval/problems/pass@n"):
+        run(config, tmp_path / "other")
 
 
 def test_keys_that_may_change_change(finished, tmp_path, caplog):
