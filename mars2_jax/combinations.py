@@ -26,6 +26,7 @@ def check_combinations(config: ConfigDict) -> None:
     _check_grading(config.grading)
     _check_learning(config)
     _check_training(config.training)
+    _check_sft(config.sft)
     for name, agent in config.agents.items():
         _check_optimizer(f"agents.{name}.optimizer", agent.optimizer)
 
@@ -147,6 +148,24 @@ def _check_training(training: ConfigDict) -> None:
             f"config.training.best_metric is {best!r}, but evaluate_every is 0: set it, or no checkpoint but the last "
             "has a score"
         )
+
+
+def _check_sft(sft: ConfigDict) -> None:
+    defaults = default_config().sft
+    if not sft.sources:
+        raise ConfigError("config.sft.sources is empty: name references, pairs:<file> or trees:<workdir>")
+    for source in sft.sources:
+        kind, _, path = source.partition(":")
+        if source != "references" and not (kind in ("pairs", "trees") and path):
+            raise ConfigError(
+                f"config.sft.sources has {source!r}; it may be references, pairs:<file or folder> or trees:<workdir>"
+            )
+    if not any(source.startswith("trees:") for source in sft.sources):
+        _check_unread("sft", sft, defaults, "authors", "no source is trees:<workdir>")
+    if sft.schedule == "constant":
+        _check_unread("sft", sft, defaults, "final_learning_rate", "schedule 'constant' does not use it")
+    if not sft.held_out:
+        _check_unread("sft", sft, defaults, "evaluate_every", "held_out is 0")
 
 
 def _check_search(config: ConfigDict) -> None:

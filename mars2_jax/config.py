@@ -280,6 +280,33 @@ def default_config() -> ConfigDict:
                 # its checkpoint.
                 may_change=(),
             ),
+            # Supervised fine-tuning (`python -m mars2_jax.sft`), which training does not read. Of the rest it reads
+            # seed, agents, mesh, data, prompts, grading, rollout.max_prompt_tokens and max_new_tokens (longer pairs
+            # are left out), and micro_batch_size, pack_tokens, remat and scan_unroll of `learning`.
+            sft=dict(
+                # What is learned: "references", the reference solutions of the problems of `data`; "pairs:<file or
+                # folder>" of records (mars2_jax/tasks/pairs.py); "trees:<workdir>", the programs that passed in a run
+                # on the problems of `data`, refinements among them. Several are joined.
+                sources=("references",),
+                # Of trees: programs that "anyone" in the team wrote, or that the agent "itself" wrote.
+                authors="anyone",
+                # Share of the problems whose pairs are not learned from, but measured by; 0 measures nothing.
+                held_out=0.1,
+                # How often each pair is learned from.
+                epochs=2,
+                # Pairs an update.
+                batch_size=16,
+                # In place of those of agents.<name>.optimizer: the rate; the updates in which it grows linearly to it;
+                # and the rest of the run: "constant", or "cosine" or "linear" to final_learning_rate at the end.
+                learning_rate=1e-5,
+                warmup_updates=0,
+                schedule="constant",
+                final_learning_rate=0.0,
+                # Updates between held-out losses, beside the first and the last; 0: none.
+                evaluate_every=0,
+                # Updates between checkpoints; the last update always has one.
+                checkpoint_every=50,
+            ),
             eval=dict(
                 # As in `data`.
                 source="starter",

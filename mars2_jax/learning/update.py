@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict, FrozenConfigDict
 
 from mars2_jax.errors import ConfigError
+from mars2_jax.learning.accumulate import sum_gradients
 from mars2_jax.learning.advantage import TreeAdvantages, tree_advantages
 from mars2_jax.learning.batch import SampleRows, TreeBatch
 from mars2_jax.learning.logprobs import response_logprobs
@@ -109,6 +110,10 @@ class Learner:
             state_shardings(shape.params, shape),
         )
 
+    def decoder(self, params: nnx.State, base: nnx.State | None = None) -> Decoder:
+        """The decoder with these weights; `params` are adapters where there is a base."""
+        return nnx.merge(self.graphdef, params, *([] if base is None else [base]))
+
     def _fresh(self, params: nnx.State) -> TrainState:
         params = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
         return TrainState(params, make_optimizer(self.optimizer).init(params), jnp.zeros((), jnp.int32))
@@ -179,14 +184,10 @@ class Learner:
         return _program(self, structure, tuple(x.sharding for x in leaves))
 
 
-def _merge(learner: Learner, params: nnx.State, base: nnx.State | None) -> Decoder:
-    return nnx.merge(learner.graphdef, params, *([] if base is None else [base]))
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def _score(learner: Learner, params: nnx.State, rows: Rows, base: nnx.State | None) -> Float[Array, "rows response"]:
     lp, _ = response_logprobs(
-        _merge(learner, params, base),
+        learner.decoder(params, base),
         rows,
         temperature=learner.temperature,
         scan_unroll=learner.learning.scan_unroll,
@@ -203,7 +204,7 @@ def _loss(
 ) -> tuple[Float[Array, ""], PolicyTerms]:
     """The loss terms of one micro-batch (`samples` without the micro axis), numerator first for differentiation."""
     lp, entropy = response_logprobs(
-        _merge(learner, params, base),
+        learner.decoder(params, base),
         samples.rows,
         temperature=learner.temperature,
         remat=learner.learning.remat,
@@ -259,12 +260,8 @@ def _update(
     advantage = trees.advantage[samples.tree, samples.slot]
 
     # Σ gradients, in float32 as the weights are, divided once by Σ denominators.
-    def accumulate(total, micro):
-        gradient, terms = jax.grad(functools.partial(_loss, learner), has_aux=True)(state.params, *micro, base)
-        return jax.tree.map(jnp.add, total, gradient), terms
-
-    zeros = jax.tree.map(jnp.zeros_like, state.params)
-    gradient, terms = _scan(accumulate, zeros, (samples, advantage), batch.filled)
+    loss = lambda params, *micro: _loss(learner, params, *micro, base)
+    gradient, terms = sum_gradients(loss, state.params, (samples, advantage), batch.filled)
     terms = jax.tree.map(lambda x: x.sum(0), terms)
     gradient = jax.tree.map(lambda g: g / terms.denominator, gradient)
 
@@ -290,20 +287,3 @@ def _update(
         "tokens": tokens,
     }
     return new_state, metrics, trees
-
-
-def _scan(body: Any, carry: Any, xs: Any, filled: Int[Array, ""] | None) -> tuple[Any, Any]:
-    """`jax.lax.scan` over the first `filled` of xs; what the body would have put out for the others is 0. None: over
-    all."""
-    if filled is None:
-        return jax.lax.scan(body, carry, xs)
-    one = lambda i: jax.tree.map(lambda x: x[i], xs)
-    count = jax.tree.leaves(xs)[0].shape[0]
-    outputs = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), jax.eval_shape(body, carry, one(0))[1])
-
-    def step(i: Int[Array, ""], state: Any) -> Any:
-        carry, outputs = state
-        carry, output = body(carry, one(i))
-        return carry, jax.tree.map(lambda whole, x: whole.at[i].set(x), outputs, output)
-
-    return jax.lax.fori_loop(0, filled, step, (carry, outputs))

@@ -50,16 +50,27 @@ class ChatTokenizer:
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> np.ndarray:
         """int32[P]: the messages under the model's chat template, up to where the answer begins."""
+        ids = self._apply(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        return np.asarray(ids, np.int32)
+
+    def end_of_turn(self) -> int:
+        """The id that ends an answer: the first of `stop_ids` that the chat template puts after one, else the
+        tokenizer's end of sequence."""
+        answer = "ANSWER"
+        messages = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": answer}]
+        rest = self._apply(messages, add_generation_prompt=False, tokenize=False).rpartition(answer)[2]
+        after = (int(token) for token in self.encode(rest) if int(token) in self.stop_ids)
+        end = self.tokenizer.eos_token_id
+        return next(after, self.stop_ids[0] if end is None else int(end))
+
+    def _apply(self, messages: Sequence[Mapping[str, str]], **how: Any) -> Any:
         try:
-            ids = self.tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False, **self.variables
-            )
+            return self.tokenizer.apply_chat_template(list(messages), **how, **self.variables)
         except jinja2.TemplateError as e:
             raise ModelError(
                 f"the chat template refuses the messages ({e}): if it knows no system role, set "
                 "config.agents.<name>.role=''"
             ) from e
-        return np.asarray(ids, np.int32)
 
     def encode(self, text: str) -> np.ndarray:
         """int32[P]: plain text, no special tokens added."""

@@ -98,12 +98,15 @@ class ModelFile:
 
     def load(self, handover: Handover, *, base: bool, master: bool) -> Weights:
         """The weights, placed on the mesh and handed over; see `Weights` for what `base` and `master` ask for."""
-        shardings = param_shardings(self.mesh, nnx.state(self.abstract()))
-        stored = jnp.float32 if master else self.dtype
-        with open_checkpoint(self.path) as checkpoint:
-            params = nnx.state(load(checkpoint, dtype=self.dtype, param_dtype=stored, shardings=shardings))
+        params = self.read(jnp.float32 if master else self.dtype)
         plain = _cast(params, self.dtype)
         return Weights(plain if base else None, params if master else None, handover(plain))
+
+    def read(self, param_dtype: Any) -> nnx.State:
+        """The weights in this type, placed on the mesh."""
+        shardings = param_shardings(self.mesh, nnx.state(self.abstract()))
+        with open_checkpoint(self.path) as checkpoint:
+            return nnx.state(load(checkpoint, dtype=self.dtype, param_dtype=param_dtype, shardings=shardings))
 
 
 def check_length(path: str, config: ModelConfig, longest: int) -> None:

@@ -59,7 +59,7 @@ def export_agent(
 
     Args:
       config: the run's config.
-      workdir: the run's folder.
+      workdir: the folder of the run, of training or of fine-tuning.
       agent: the agent's name.
       out: a folder that is not there, or empty.
       step: the training step after which it was saved; "best" by `config.training.best_metric`; None is the newest
@@ -82,7 +82,11 @@ def export_agent(
     model = config.agents[agent].model
     if not config.agents[agent].trainable:
         raise ConfigError(f"agent {agent!r} never learns (trainable=False): export its model by --model={model.path}")
-    if not os.path.isdir(os.path.join(workdir, "checkpoints")):
+    # Fine-tuning gives each agent a folder of its own.
+    run = next(
+        (f for f in (workdir, os.path.join(workdir, agent)) if os.path.isdir(os.path.join(f, "checkpoints"))), ""
+    )
+    if not run:
         raise DataError(f"no checkpoints in {workdir}: give the workdir of a training run")
     with open_checkpoint(model.path, model.sha256) as checkpoint:
         shape: ModelConfig = checkpoint.config
@@ -92,7 +96,7 @@ def export_agent(
     lora = Lora.from_config(model.lora)
     abstract = nnx.state(abstract_decoder(shape, lora=lora), learned(lora))
     target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), abstract)
-    with Checkpointer(workdir, best_metric=config.training.best_metric, read_only=True) as checkpointer:
+    with Checkpointer(run, best_metric=config.training.best_metric, read_only=True) as checkpointer:
         step = checkpointer.best() if step == "best" else step
         saved = checkpointer.restore({agent: {"params": target}}, step=step, partial=True)
     if saved is None:
@@ -107,10 +111,8 @@ def export_agent(
         with open_checkpoint(model.path) as checkpoint, jax.default_device(_host()):
             params = plain_weights(checkpoint, params, lora)
     save_checkpoint(folder, params, shape, tokenizer, dtype=dtype)
-    _tell(
-        console,
-        f"wrote {agent} after {saved.step} training steps to {folder}, {shape.parameters:,} parameters in {dtype}",
-    )
+    made = f"{saved.step} {saved.meta.get('unit', 'training step')}s"
+    _tell(console, f"wrote {agent} after {made} to {folder}, {shape.parameters:,} parameters in {dtype}")
 
 
 def plain_weights(checkpoint: Checkpoint, adapters: nnx.State, lora: Lora) -> nnx.State:

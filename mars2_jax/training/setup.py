@@ -36,6 +36,7 @@ __all__ = [
     "claim",
     "eval_problems",
     "evaluation_sampling",
+    "load_problems",
     "start_grader",
     "train_problems",
     "training_sampling",
@@ -48,7 +49,7 @@ def train_problems(config: FrozenConfigDict) -> Sequence[Problem]:
     Raises:
       DataError: none are left, one has no public tests where those alone pay, or one asks for an unknown comparator.
     """
-    problems = _load(config.data)
+    problems = load_problems(config.data)
     check_comparators(problems, config.grading.checkers)
     if config.grading.reward_tests == "public" and not all_public(problems):
         for problem in problems:
@@ -66,7 +67,7 @@ def eval_problems(config: FrozenConfigDict) -> Sequence[Problem]:
     Raises:
       DataError: none are left, or one asks for an unknown comparator.
     """
-    problems = _load(config.eval)
+    problems = load_problems(config.eval)
     check_comparators(problems, config.grading.checkers)
     return problems
 
@@ -78,7 +79,8 @@ def all_public(problems: Sequence[Problem]) -> bool:
     return all(problem.public for problem in problems)
 
 
-def _load(section: FrozenConfigDict) -> Sequence[Problem]:
+def load_problems(section: FrozenConfigDict) -> Sequence[Problem]:
+    """The problems that a section of the config, `data` or `eval`, chooses. Raises DataError."""
     return load(
         section.source,
         section.split,

@@ -56,9 +56,9 @@ from mars2_jax.training.trees import read_trees, trees_path, write_trees
 from mars2_jax.validation import check_key
 from mars2_jax.viewer.terminal import Progress, render_summary, render_tree
 
-__all__ = ["Trainer", "check_resumable", "train"]
+__all__ = ["Trainer", "check_code", "check_resumable", "train"]
 
-_MAY_CHANGE = ("training", "eval", "grading.isolation", "grading.workers", "grading.cache")
+_MAY_CHANGE = ("training", "eval", "sft", "grading.isolation", "grading.workers", "grading.cache")
 """Config keys that a resumed run may change: they do not touch what is learned (`training.steps` only how long).
 `training.may_change` of the resuming config adds others."""
 
@@ -98,7 +98,7 @@ def train(config: FrozenConfigDict, workdir: str, console: Console | None = None
             changes = check_resumable(meta["config"], as_json(config), training.may_change)
             for line in changes:
                 console.print(line, highlight=False, soft_wrap=True)
-            _check_code(meta.get("code", {}))
+            check_code(meta.get("code", {}))
             if step > config.training.steps:
                 raise ConfigError(
                     f"config.training.steps is {config.training.steps}, but the run in {workdir} has made {step}: "
@@ -407,7 +407,8 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], may_change
     return lines
 
 
-def _check_code(saved: Mapping[str, str]) -> None:
+def check_code(saved: Mapping[str, str]) -> None:
+    """Warns where a checkpoint was written by other code than this (see `code_version`)."""
     now = code_version()
     if changed := [f"{name} {saved.get(name, '')!r} -> {now[name]!r}" for name in now if saved.get(name) != now[name]]:
         logging.getLogger(__name__).warning(

@@ -84,11 +84,20 @@ class Progress:
       steps: steps of the run.
       done: steps that an earlier run did.
       console: where to draw; stdout by default.
+      unit: what a step is called.
       seconds: where stdout is no terminal, the least time between two lines about one phase.
     """
 
-    def __init__(self, steps: int, *, done: int = 0, console: Console | None = None, seconds: float = 15.0):
-        self._console = console or Console()
+    def __init__(
+        self,
+        steps: int,
+        *,
+        done: int = 0,
+        console: Console | None = None,
+        unit: str = "step",
+        seconds: float = 15.0,
+    ):
+        self._console, self._unit = console or Console(), unit
         self._steps, self._done, self._seconds = steps, done, seconds
         self._phase, self._total, self._count, self._note = "", 0, 0, ""
         self._phase_started = self._last_line = 0.0
@@ -140,7 +149,7 @@ class Progress:
         if self._bars is not None:
             self._bars.update(self._step_bar, completed=self._done)
         if summary:
-            self.log(f"step {self._done}/{self._steps}: {summary}")
+            self.log(f"{self._unit} {self._done}/{self._steps}: {summary}")
 
     def log(self, message: str) -> None:
         """Prints a line, above the bars where there are any."""
@@ -159,12 +168,12 @@ class Progress:
         step = min(self._done + 1, self._steps)
         seconds = time.monotonic() - self._phase_started
         note = f", {self._note}" if self._note else ""
-        self.log(f"step {step}/{self._steps}: {self._phase} {self._count}/{self._total}, {seconds:.0f} s{note}")
+        self.log(f"{self._unit} {step}/{self._steps}: {self._phase} {self._count}/{self._total}, {seconds:.0f} s{note}")
 
     def __enter__(self) -> Progress:
         if self._bars is not None:
             self._bars.start()
-            self._step_bar = self._bars.add_task("step", total=self._steps, completed=self._done, note="")
+            self._step_bar = self._bars.add_task(self._unit, total=self._steps, completed=self._done, note="")
         return self
 
     def __exit__(

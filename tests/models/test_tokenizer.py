@@ -41,3 +41,22 @@ def test_a_template_that_does_not_ask_is_an_error_that_names_the_key():
     for thinking in ("on", "off"):
         with pytest.raises(ConfigError, match=f"config.agents.a.enable_thinking is '{thinking}', but .* set 'default'"):
             tokenizer.with_thinking(thinking, "agents.a.enable_thinking")
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        ("{% for m in messages %}{{ m.content }}<|end|>\n{% endfor %}", "<|end|>"),
+        (
+            "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<|im_end|>{% endif %}{% endfor %}",
+            "<|im_end|>",
+        ),
+        # Nothing behind an answer: the tokenizer's own end of sequence.
+        (PLAIN, "<|im_end|>"),
+    ],
+)
+def test_the_token_that_ends_an_answer_is_the_templates(template, end):
+    tokenizer = chat_tokenizer(template).tokenizer
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
+    ids = {name: tokenizer.convert_tokens_to_ids(name) for name in ("<|end|>", "<|im_end|>")}
+    assert ChatTokenizer(tokenizer, ids.values()).end_of_turn() == ids[end]

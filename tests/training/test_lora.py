@@ -196,7 +196,7 @@ def test_other_adapters_are_refused_on_resuming(trained, key, value):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 def test_killed_and_resumed_gives_the_same_bits(tmp_path):
     config = team_config(tmp_path, "lfl")
     config.training.evaluate = False

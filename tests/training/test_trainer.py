@@ -1,12 +1,10 @@
+import collections
 import io
 import json
 import os
 import pathlib
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from types import SimpleNamespace
 
 import jax
@@ -31,11 +29,10 @@ from mars2_jax.training.trainer import check_resumable, train
 from mars2_jax.training.trees import read_trees, trees_path
 from mars2_jax.validation import validate
 from tests.learning import reference
+from tests.training.dying import Moment, start, write_config
 from tests.training.tiny_team import ANSWERS, tiny_config
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def run(config: ConfigDict, workdir) -> str:
@@ -163,36 +160,72 @@ def test_the_same_config_gives_the_same_bits(finished, tmp_path):
 
 
 def killed_and_resumed(config: ConfigDict, folder: pathlib.Path) -> None:
-    """Trains to `folder`/run: SIGKILL as soon as step 1 has its checkpoint, then the same command again."""
-    file = folder / "config.py"
-    file.write_text(
-        f"from ml_collections import ConfigDict\n\n\ndef get_config():\n    return ConfigDict({config.to_dict()!r})\n"
-    )
-    command = [sys.executable, "-m", "mars2_jax.train", f"--config={file}", f"--workdir={folder / 'run'}"]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 240
-        while not (folder / "run" / "checkpoints" / "1").is_dir():
-            assert process.poll() is None, "training ended before it could be killed"
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert not (folder / "run" / "checkpoints" / "2").is_dir()
-    again = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
-    assert again.returncode == 0, again.stderr
-    assert "resuming after step 1" in again.stdout
+    """Trains to `folder`/run: SIGKILL in the second step, once the first has its checkpoint, then the same command."""
+    file, workdir = write_config(config, folder / "config.py"), folder / "run"
+    start("mars2_jax.train", file, workdir, Moment("update", steps=1))
+    assert "resuming after step 1" in start("mars2_jax.train", file, workdir)
 
 
-def test_killed_and_resumed_gives_the_same_bits(finished, tmp_path):
+def assert_same_runs(whole: pathlib.Path, pieces: pathlib.Path) -> None:
+    """Weights, optimizers, buffers, trees, and all metrics that are no times."""
+    assert_same_bits(final_state(whole), final_state(pieces))
+    trees = sorted(path.name for path in (whole / "trees").iterdir())
+    assert trees == sorted(path.name for path in (pieces / "trees").iterdir())
+    for name in trees:
+        assert (whole / "trees" / name).read_text() == (pieces / "trees" / name).read_text(), name
+    a, b = (read_metrics(folder / "metrics.jsonl") for folder in (whole, pieces))
+    timed = lambda name: name == "wall" or "seconds" in name or name.endswith("per_second") or "compilations" in name
+    for rows in (a, b):
+        rows[:] = [{name: value for name, value in row.items() if not timed(name)} for row in rows]
+    assert a == b
+
+
+def test_killed_twice_and_resumed_gives_the_same_bits(finished, tmp_path):
+    """In a search of the first step, which leaves nothing, and within the save of the second."""
     config, workdir, _ = finished
-    killed_and_resumed(config, tmp_path)
-    assert_same_bits(final_state(workdir), final_state(tmp_path / "run"))
-    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [0, 1, 2, 2]
-    assert trees_path(workdir, 2).read_text() == trees_path(tmp_path / "run", 2).read_text()
+    file = write_config(config, tmp_path / "config.py")
+    start("mars2_jax.train", file, tmp_path / "run", Moment("saving", steps=1, count=2))
+    assert (tmp_path / "run" / "checkpoints" / "1").is_dir()
+    assert not (tmp_path / "run" / "checkpoints" / "2").exists()
+    # The evaluation before the first step is over: all decoding is that of the search.
+    printed = start("mars2_jax.train", file, tmp_path / "run", Moment("search", count=3))
+    assert "resuming after step 1" in printed
+    assert "resuming after step 1" in start("mars2_jax.train", file, tmp_path / "run")
+    assert_same_runs(workdir, tmp_path / "run")
+
+
+MOMENTS = [
+    # Each phase in the first step of a life, and in its second; counts are drawn below.
+    *[Moment(phase, steps) for phase in ("search", "grading", "update") for steps in (0, 1)],
+    *[Moment("saving", 0, count) for count in (0, 1, 2)],
+    Moment("saving", 1, 2),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", [0])
+def test_killed_at_ten_random_moments_and_resumed_gives_the_same_bits(folder, tmp_path, seed):
+    """SIGKILL ten times, in another order and at other events for each seed, in a run of eight steps."""
+    config = tiny_config(folder)
+    config.training.update(steps=8, evaluate=False)
+    # Nodes wait over a step, so that buffers hold something; the second agent's updates are not the first's.
+    config.learning.update(train_batch_size=10, micro_batch_size=5)
+    run(config, tmp_path / "whole")
+    rng = np.random.default_rng(seed)
+    file = write_config(config, tmp_path / "config.py")
+    hit = collections.Counter()
+    for number in rng.permutation(len(MOMENTS)):
+        moment = MOMENTS[number]
+        if moment.phase != "saving":
+            # A step has 24 nodes, as many programs, more chunks, and an update or two.
+            most = {"search": 24, "grading": 24, "update": 1}[moment.phase]
+            moment = moment._replace(count=int(rng.integers(most)))
+        start("mars2_jax.train", file, tmp_path / "run", moment)
+        hit[moment.phase] += 1
+    assert min(hit.values()) >= 2 and sum(hit.values()) == 10
+    assert "resuming after step" in start("mars2_jax.train", file, tmp_path / "run")
+    assert_same_runs(tmp_path / "whole", tmp_path / "run")
 
 
 def test_sigterm_saves_and_the_same_command_goes_on(finished, tmp_path, monkeypatch):

@@ -1,0 +1,146 @@
+"""Supervised fine-tuning: cross entropy of given responses, in one compiled update with the state of `Learner`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Sharding
+from jaxtyping import Array, Float, Int
+
+from mars2_jax.learning.accumulate import sum_gradients
+from mars2_jax.learning.logprobs import response_logprobs
+from mars2_jax.learning.optimizer import learning_rate, make_optimizer
+from mars2_jax.learning.rows import Rows, make_rows, pack, packed_length
+from mars2_jax.learning.update import Learner, Metrics, TrainState
+from mars2_jax.models.buckets import bucket
+
+__all__ = ["PairBatch", "fit", "make_pair_batch", "mean_loss"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PairBatch:
+    """Prompts and their responses, cut into micro-batches.
+
+    Attributes:
+      rows: the token rows, [micro, rows, ...].
+      filled: micro-batches that hold a pair; the others come last. None where all do.
+    """
+
+    rows: Rows
+    filled: Int[Array, ""] | None
+
+
+def make_pair_batch(
+    prompts: Sequence[np.ndarray],
+    responses: Sequence[np.ndarray],
+    *,
+    micro_batch_size: int,
+    longest: int | None = None,
+    pack_tokens: int = 0,
+) -> PairBatch:
+    """The batch of some pairs for one update (NumPy arrays).
+
+    Args:
+      prompts: int32[P] each, not empty.
+      responses: int32[R] each, not empty, the end-of-turn token included.
+      micro_batch_size: rows of a micro-batch; the last one is filled up with padding.
+      longest: see `make_rows`.
+      pack_tokens: tokens of a row into which several pairs are packed; 0: a row each.
+
+    Raises:
+      ValueError: no pairs, an empty prompt or response, or a pair longer than `longest` or than a packed row.
+    """
+    micro = most = -(-len(prompts) // micro_batch_size)
+    filled: Any = None
+    options: dict[str, Any] = dict(longest=longest)
+    if pack_tokens:
+        length = packed_length(pack_tokens)
+        layout = pack([len(p) + len(r) for p, r in zip(prompts, responses, strict=True)], length)
+        # Their number differs from batch to batch: arrays are of a few sizes.
+        filled = np.int32(-(-len(layout) // micro_batch_size))
+        micro = bucket(int(filled), 1, most)
+        options = dict(layout=layout, packed=length)
+    rows = make_rows(prompts, responses, rows=micro * micro_batch_size, **options)
+    return PairBatch(jax.tree.map(lambda x: x.reshape(micro, micro_batch_size, *x.shape[1:]), rows), filled)
+
+
+def fit(
+    learner: Learner, state: TrainState, batch: PairBatch, base: nnx.State | None = None
+) -> tuple[TrainState, Metrics]:
+    """Makes one update towards the responses. The arrays of `state` are donated and must not be used again.
+
+    The loss is -Σ log p / number of tokens, over the tokens of all responses of the batch and none of the prompts: the
+    same however the batch is cut or packed.
+
+    Returns:
+      The new state; metrics, float32 scalars: `loss` (nats a token) and `entropy` before the update, `grad_norm` before
+      clipping, `learning_rate`, `tokens` (of responses).
+    """
+    leaves, structure = jax.tree.flatten(state)
+    return _program(learner, structure, tuple(x.sharding for x in leaves))(state, batch, base)
+
+
+def mean_loss(
+    learner: Learner,
+    params: nnx.State,
+    prompts: Sequence[np.ndarray],
+    responses: Sequence[np.ndarray],
+    base: nnx.State | None = None,
+    *,
+    longest: int | None = None,
+) -> float:
+    """-Σ log p / number of tokens over the tokens of all responses (nats). Nothing is learned.
+
+    Arguments as those of `Learner.score_responses`.
+    """
+    scores = learner.score_responses(params, prompts, responses, base, longest=longest)
+    return -float(np.concatenate(scores).astype(np.float64).mean())
+
+
+@functools.cache
+def _program(learner: Learner, structure: Any, shardings: tuple[Sharding, ...]) -> Any:
+    # The new state lies where the old one did, as in `Learner.program`.
+    placement = jax.tree.unflatten(structure, shardings)
+    return jax.jit(
+        functools.partial(_fit, learner),
+        donate_argnums=0,
+        in_shardings=(placement, None, None),
+        out_shardings=(placement, None),
+    )
+
+
+def _fit(learner: Learner, state: TrainState, batch: PairBatch, base: nnx.State | None) -> tuple[TrainState, Metrics]:
+    def loss(params: nnx.State, rows: Rows) -> tuple[Float[Array, ""], dict[str, Array]]:
+        lp, entropy = response_logprobs(
+            learner.decoder(params, base),
+            rows,
+            temperature=learner.temperature,
+            remat=learner.learning.remat,
+            scan_unroll=learner.learning.scan_unroll,
+        )
+        total = -jnp.where(rows.mask, lp, 0.0).sum()
+        sums = {"loss": total, "entropy": jnp.where(rows.mask, entropy, 0.0).sum()}
+        return total, sums | {"tokens": rows.mask.sum().astype(jnp.float32)}
+
+    gradient, sums = sum_gradients(loss, state.params, (batch.rows,), batch.filled)
+    sums = jax.tree.map(lambda x: x.sum(0), sums)
+    tokens = sums["tokens"]
+    gradient = jax.tree.map(lambda g: g / tokens, gradient)
+    changes, opt_state = make_optimizer(learner.optimizer).update(gradient, state.opt_state, state.params)
+    metrics = {
+        "loss": sums["loss"] / tokens,
+        "entropy": sums["entropy"] / tokens,
+        "grad_norm": optax.tree.norm(gradient),
+        "learning_rate": jnp.asarray(learning_rate(learner.optimizer, state.step), jnp.float32),
+        "tokens": tokens,
+    }
+    return TrainState(optax.apply_updates(state.params, changes), opt_state, state.step + 1), metrics

@@ -1,0 +1,157 @@
+"""The pairs that `config.sft.sources` names, and what the grader says of the programs that they refine."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ml_collections import FrozenConfigDict
+from rich.console import Console
+
+from mars2_jax.errors import DataError
+from mars2_jax.grading.grader import check_comparators
+from mars2_jax.grading.verdict import Grade, Verdict
+from mars2_jax.tasks.pairs import Pair, record_pairs, reference_pairs
+from mars2_jax.tasks.prepared import PreparedProblems
+from mars2_jax.tasks.problem import Problem
+from mars2_jax.training.setup import calibrated, load_problems, start_grader
+from mars2_jax.training.trees import NODE_FIELDS, read_trees
+
+__all__ = ["Grades", "PairSources", "grade_parents", "tree_pairs"]
+
+Grades = Mapping[tuple[str, str], Grade]
+"""What the grader says, by problem and program."""
+
+_AT_A_TIME = 64
+"""Programs that are with the grader."""
+
+
+class PairSources:
+    """All pairs, read anew whenever they are iterated over: no more than one is in memory.
+
+    Args:
+      config: the run's config.
+
+    Attributes:
+      skipped: why pairs were left out, and how many, of the newest iteration that came to its end.
+    """
+
+    def __init__(self, config: FrozenConfigDict):
+        self._config = config
+        self.skipped: collections.Counter[str] = collections.Counter()
+
+    def __iter__(self) -> Iterator[Pair]:
+        """Raises DataError for what cannot be read."""
+        skipped: collections.Counter[str] = collections.Counter()
+        skip = lambda reason: skipped.update([reason])
+        for source in self._config.sft.sources:
+            kind, _, path = source.partition(":")
+            if kind == "references":
+                yield from reference_pairs(self._problems, skip)
+            elif kind == "pairs":
+                yield from record_pairs(path, self.find)
+            else:
+                yield from tree_pairs(path, self.find, skip)
+        self.skipped = skipped
+
+    def find(self, name: str) -> Problem | None:
+        """The problem of `config.data` with this id; None where there is none."""
+        place = self._places.get(name)
+        return None if place is None else self._problems[place]
+
+    @functools.cached_property
+    def _problems(self) -> Sequence[Problem]:
+        return load_problems(self._config.data)
+
+    @functools.cached_property
+    def _places(self) -> dict[str, int]:
+        problems = self._problems
+        names = problems.ids if isinstance(problems, PreparedProblems) else [problem.id for problem in problems]
+        return {name: place for place, name in enumerate(names)}
+
+
+def tree_pairs(path: str, find: Callable[[str], Problem | None], skip: Callable[[str], None]) -> Iterator[Pair]:
+    """The answers of a run that passed all tests: at the root first attempts, elsewhere refinements of their parents.
+
+    Args:
+      path: the run's workdir, or one file of its trees.
+      find: the problem of an id; None where there is none.
+      skip: is told of an answer that another node gave to the same question.
+
+    Raises:
+      DataError: names file, line and what is wrong.
+    """
+    root = pathlib.Path(path).expanduser()
+    files = [root] if root.is_file() else sorted((root / "trees").glob("step_*.jsonl"))
+    if not files:
+        raise DataError(f"no trees in {root}: give the workdir of a training run, or a file trees/step_*.jsonl")
+    known: set[tuple[str, str | None, str]] = set()
+    for file in files:
+        for number, tree in enumerate(read_trees(file), start=1):
+            place = f"{file}:{number}"
+            problem = find(tree["problem"])
+            if problem is None:
+                raise DataError(
+                    f"{place}: problem {tree['problem']!r} is not in config.data: set it to the problems of that run"
+                )
+            for pair in _passing(tree, problem, place):
+                question = (problem.id, pair.parent, pair.response)
+                if question in known:
+                    skip("answers that stood in the trees before")
+                else:
+                    known.add(question)
+                    yield pair
+
+
+def _passing(tree: Mapping[str, Any], problem: Problem, place: str) -> Iterator[Pair]:
+    programs: dict[int, str | None] = {0: None}
+    if not isinstance(tree["nodes"], list) or not all(isinstance(node, dict) for node in tree["nodes"]):
+        raise DataError(f"{place}: the field 'nodes' is no list of nodes: it is no file that a run wrote")
+    for node in tree["nodes"]:
+        if missing := [field for field in NODE_FIELDS if field not in node]:
+            raise DataError(f"{place}: a node lacks the field {missing[0]!r}: it is no file that a run wrote")
+        if node["parent"] not in programs:
+            raise DataError(f"{place}: node {node['slot']} stands before its parent: it is no file that a run wrote")
+        programs[node["slot"]] = node["program"]
+        if node["verdict"] == Verdict.PASS.value:
+            where = f"{place}, node {node['slot']}"
+            yield Pair(where, node["response"], problem, programs[node["parent"]], author=node["agent"])
+
+
+def grade_parents(config: FrozenConfigDict, pairs: PairSources, console: Console) -> Grades:
+    """What the grader says of every program that a pair refines, on the public tests, under the limits of training.
+
+    The grader is started where there is such a program.
+
+    Raises:
+      DataError, SandboxError, ConfigError: what cannot be read, or not be run.
+    """
+    asked: dict[tuple[str, str], None] = {}
+    named: dict[str, Problem] = {}
+    for pair in pairs:
+        if pair.problem is not None and pair.problem.public and (pair.parent or "").strip():
+            asked[pair.problem.id, pair.parent or ""] = None
+            named[pair.problem.id] = pair.problem
+    if not asked:
+        return {}
+    check_comparators(named.values(), config.grading.checkers)
+    grades: dict[tuple[str, str], Grade] = {}
+    running: collections.deque[tuple[tuple[str, str], int]] = collections.deque()
+    with start_grader(config) as grader:
+        problems = {p.id: p for p in calibrated(config, list(named.values()), grader, console)}
+
+        def take() -> None:
+            key, ticket = running.popleft()
+            grades[key] = grader.wait(ticket)
+
+        for key in asked:
+            name, program = key
+            running.append((key, grader.submit(program, problems[name], tests="public")))
+            if len(running) == _AT_A_TIME:
+                take()
+        while running:
+            take()
+    return grades
