@@ -227,7 +227,7 @@ class _FineTuning:
     def _check_resumable(self, meta: Mapping[str, Any]) -> None:
         parts = (*_READ, f"agents.{self.name}")
         old, new = (_only(config, parts) for config in (meta["config"], as_json(self._config)))
-        for line in check_resumable(old, new, self._config.training.may_change):
+        for line in check_resumable(old, new, self._config.training.may_change, always=()):
             self._console.print(line, highlight=False, soft_wrap=True)
         if meta["examples"] != self._fingerprint:
             raise ConfigError(

@@ -376,13 +376,19 @@ def _tokens(written: Sequence[Node]) -> int:
     return sum(len(completion.tokens) for _, _, completion in written)
 
 
-def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], may_change: Sequence[str] = ()) -> list[str]:
+def check_resumable(
+    saved: Mapping[str, Any],
+    now: Mapping[str, Any],
+    may_change: Sequence[str] = (),
+    always: Sequence[str] = _MAY_CHANGE,
+) -> list[str]:
     """Refuses to go on with a run under a config that would have made another one.
 
     Args:
       saved: the config of the checkpoint.
       now: that of the resuming run.
       may_change: keys, or groups of them, that may differ beside those that always may.
+      always: those.
 
     Returns:
       A line for each key that differs by `may_change`.
@@ -396,7 +402,7 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], may_change
     for key in sorted(before.keys() | after.keys()):
         # A key that is younger than the run: it did what the default now does.
         old, new = before[key] if key in before else check_key(key), after.get(key)
-        if old == new or within(key, _MAY_CHANGE):
+        if old == new or within(key, always):
             continue
         if not within(key, may_change):
             raise ConfigError(

@@ -55,7 +55,6 @@ def sft_config(folder, **changes) -> ConfigDict:
     config = tiny_config(folder)
     config.rollout.max_new_tokens = 64  # the references are written byte by byte
     config.sft.update(dict(held_out=0.0, batch_size=4, learning_rate=3e-3) | changes)
-    config.learning.pack_tokens = 1024
     return config
 
 
@@ -221,16 +220,21 @@ def test_what_passed_in_a_run_with_the_very_prompts_of_that_run(searched):
     config, workdir, trees, asked = searched
     config = config.copy_and_resolve_references()
     config.sft.update(sources=(f"trees:{workdir}",), held_out=0.0, authors="itself")
-    refinements = 0
+    refinements = found = 0
     for name in config.agents:
-        sets, line = examples(config, name)
         expected = {}
         for tree in trees:
             programs = {0: None} | {node["slot"]: node["program"] for node in tree["nodes"]}
             for node in tree["nodes"]:
                 if node["verdict"] == "pass" and node["agent"] == name:
                     expected[tree["problem"], programs[node["parent"]], node["response"]] = None
-        assert len(sets.learned) == len(expected) > 0
+        if not expected:
+            with pytest.raises(DataError, match="answers of other agents"):
+                examples(config, name)
+            continue
+        sets, line = examples(config, name)
+        assert len(sets.learned) == len(expected)
+        found += len(expected)
         tokenizer = tokenizer_of(config, name)
         for (problem, parent, response), prompt, tokens in zip(
             expected, sets.learned.prompts, sets.learned.responses, strict=True
@@ -242,7 +246,7 @@ def test_what_passed_in_a_run_with_the_very_prompts_of_that_run(searched):
     assert refinements > 0
     config.sft.authors = "anyone"
     every, line = examples(config, "ann")
-    assert len(every.learned) >= len(expected) and "refinements" in line
+    assert 0 < found <= len(every.learned) + 2 and "refinements" in line
 
 
 def test_a_refinement_of_a_record_is_asked_as_the_grader_says(folder):
@@ -308,7 +312,6 @@ def test_what_is_too_long_is_left_out_and_counted(folder):
     assert "1 prompts above config.rollout.max_prompt_tokens=700" in line
     config.sft.sources = ("references",)
     config.rollout.max_new_tokens = 8
-    config.learning.pack_tokens = 0
     with pytest.raises(DataError, match="nothing that agent 'ann' could learn from; left out: 5 answers above config"):
         examples(config)
 
@@ -316,6 +319,7 @@ def test_what_is_too_long_is_left_out_and_counted(folder):
 def test_sigkill_and_sigterm_and_the_same_command_end_with_the_same_bits(folder, tmp_path, monkeypatch):
     """Killed while it saves, killed in an update, stopped, and resumed each time, beside a run that was left alone."""
     config = sft_config(folder, held_out=0.2, epochs=12, evaluate_every=3, checkpoint_every=2, schedule="cosine")
+    config.rollout.max_prompt_tokens, config.learning.pack_tokens = 256, 320
     run(config, tmp_path / "whole")
     file = write_config(config, tmp_path / "config.py")
     start("mars2_jax.sft", file, tmp_path / "pieces", Moment("saving", steps=1, count=2), "--agent=ann")
@@ -405,7 +409,6 @@ def test_other_examples_are_refused(resumable):
 )
 def test_mistakes_are_named_and_leave_nothing(folder, tmp_path, change, agent, error, message):
     config = sft_config(folder)
-    config.learning.pack_tokens = 0
     change(config)
     with pytest.raises(error, match=message):
         run(config, tmp_path / "run", agent)
