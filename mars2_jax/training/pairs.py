@@ -54,7 +54,7 @@ class PairSources:
             elif kind == "pairs":
                 yield from record_pairs(path, self.find)
             else:
-                yield from tree_pairs(path, self.find, skip)
+                yield from tree_pairs(path, self.find, skip, by_author=self._config.sft.authors == "itself")
         self.skipped = skipped
 
     def find(self, name: str) -> Problem | None:
@@ -73,13 +73,16 @@ class PairSources:
         return {name: place for place, name in enumerate(names)}
 
 
-def tree_pairs(path: str, find: Callable[[str], Problem | None], skip: Callable[[str], None]) -> Iterator[Pair]:
+def tree_pairs(
+    path: str, find: Callable[[str], Problem | None], skip: Callable[[str], None], *, by_author: bool = False
+) -> Iterator[Pair]:
     """The answers of a run that passed all tests: at the root first attempts, elsewhere refinements of their parents.
 
     Args:
       path: the run's workdir, or one file of its trees.
       find: the problem of an id; None where there is none.
-      skip: is told of an answer that another node gave to the same question.
+      skip: is told of an answer that an earlier node gave to the same question.
+      by_author: only of one that the same agent gave.
 
     Raises:
       DataError: names file, line and what is wrong.
@@ -88,7 +91,7 @@ def tree_pairs(path: str, find: Callable[[str], Problem | None], skip: Callable[
     files = [root] if root.is_file() else sorted((root / "trees").glob("step_*.jsonl"))
     if not files:
         raise DataError(f"no trees in {root}: give the workdir of a training run, or a file trees/step_*.jsonl")
-    known: set[tuple[str, str | None, str]] = set()
+    known: set[tuple[str, str | None, str, str]] = set()
     for file in files:
         for number, tree in enumerate(read_trees(file), start=1):
             place = f"{file}:{number}"
@@ -98,11 +101,11 @@ def tree_pairs(path: str, find: Callable[[str], Problem | None], skip: Callable[
                     f"{place}: problem {tree['problem']!r} is not in config.data: set it to the problems of that run"
                 )
             for pair in _passing(tree, problem, place):
-                question = (problem.id, pair.parent, pair.response)
-                if question in known:
+                answer = (problem.id, pair.parent, pair.response, pair.author if by_author else "")
+                if answer in known:
                     skip("answers that stood in the trees before")
                 else:
-                    known.add(question)
+                    known.add(answer)
                     yield pair
 
 

@@ -220,7 +220,7 @@ def test_what_passed_in_a_run_with_the_very_prompts_of_that_run(searched):
     config, workdir, trees, asked = searched
     config = config.copy_and_resolve_references()
     config.sft.update(sources=(f"trees:{workdir}",), held_out=0.0, authors="itself")
-    refinements = found = 0
+    refinements, everything = 0, {}
     for name in config.agents:
         expected = {}
         for tree in trees:
@@ -228,13 +228,13 @@ def test_what_passed_in_a_run_with_the_very_prompts_of_that_run(searched):
             for node in tree["nodes"]:
                 if node["verdict"] == "pass" and node["agent"] == name:
                     expected[tree["problem"], programs[node["parent"]], node["response"]] = None
+        everything |= expected
         if not expected:
             with pytest.raises(DataError, match="answers of other agents"):
                 examples(config, name)
             continue
         sets, line = examples(config, name)
         assert len(sets.learned) == len(expected)
-        found += len(expected)
         tokenizer = tokenizer_of(config, name)
         for (problem, parent, response), prompt, tokens in zip(
             expected, sets.learned.prompts, sets.learned.responses, strict=True
@@ -246,7 +246,8 @@ def test_what_passed_in_a_run_with_the_very_prompts_of_that_run(searched):
     assert refinements > 0
     config.sft.authors = "anyone"
     every, line = examples(config, "ann")
-    assert 0 < found <= len(every.learned) + 2 and "refinements" in line
+    assert len(every.learned) == len(everything) > 0
+    assert f"{sum(parent is not None for _, parent, _ in everything)} of all are refinements" in line
 
 
 def test_a_refinement_of_a_record_is_asked_as_the_grader_says(folder):
