@@ -260,7 +260,7 @@ def _update(
     advantage = trees.advantage[samples.tree, samples.slot]
 
     # Σ gradients, in float32 as the weights are, divided once by Σ denominators.
-    loss = lambda params, *micro: _loss(learner, params, *micro, base)
+    loss = lambda params, samples, advantage: _loss(learner, params, samples, advantage, base)
     gradient, terms = sum_gradients(loss, state.params, (samples, advantage), batch.filled)
     terms = jax.tree.map(lambda x: x.sum(0), terms)
     gradient = jax.tree.map(lambda g: g / terms.denominator, gradient)

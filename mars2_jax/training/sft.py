@@ -192,8 +192,10 @@ class _FineTuning:
         """Opens its checkpoints, which `stack` will close, and sees that the run may go on from the newest."""
         keep, every = self._config.training.keep, self._config.sft.checkpoint_every
         self._checkpointer = stack.enter_context(Checkpointer(self._folder, keep=keep, every=every))
-        self._saved, self._meta = self._checkpointer.latest() or (None, {})
-        if self._saved is not None:
+        self._saved: int | None = None
+        self._meta: dict[str, Any] = {}
+        if (latest := self._checkpointer.latest()) is not None:
+            self._saved, self._meta = latest
             self._check_resumable(self._meta)
 
     def __call__(self, progress: Progress, stop: StopRequest) -> dict[str, float | None]:
@@ -202,7 +204,7 @@ class _FineTuning:
         if self._saved is not None and self._saved >= self._updates:
             progress.finish_step(f"{self.name} has made its {self._saved} updates")
             return self._meta["losses"]
-        self._console.print(f"loading {self._file.path} for {self.name}", highlight=False)
+        self._console.print(f"loading {self._file.path} for {self.name}", highlight=False, soft_wrap=True)
         state, base = self._start()
         if self._saved is not None:
             self._console.print(f"{self.name}: resuming after update {self._saved}", highlight=False)
