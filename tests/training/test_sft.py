@@ -317,35 +317,57 @@ def test_what_is_too_long_is_left_out_and_counted(folder):
         examples(config)
 
 
-def test_sigkill_and_sigterm_and_the_same_command_end_with_the_same_bits(folder, tmp_path, monkeypatch):
-    """Killed while it saves, killed in an update, stopped, and resumed each time, beside a run that was left alone."""
-    config = sft_config(folder, held_out=0.2, epochs=12, evaluate_every=3, checkpoint_every=2, schedule="cosine")
-    config.rollout.max_prompt_tokens, config.learning.pack_tokens = 256, 320
-    run(config, tmp_path / "whole")
-    file = write_config(config, tmp_path / "config.py")
-    start("mars2_jax.sft", file, tmp_path / "pieces", Moment("saving", steps=1, count=2), "--agent=ann")
-    printed = start("mars2_jax.sft", file, tmp_path / "pieces", Moment("update", count=4), "--agent=ann")
-    assert "resuming after update 2" in printed
+def assert_same_runs(whole: pathlib.Path, pieces: pathlib.Path) -> None:
+    assert_same_bits(final_state(whole), final_state(pieces))
+    rows = [read_metrics(path / "metrics.jsonl") for path in (whole, pieces)]
+    drop = lambda row: {name: x for name, x in row.items() if name not in ("wall", "time/update_seconds")}
+    assert [drop(row) for row in rows[0]] == [drop(row) for row in rows[1]]
+
+
+def stop_at(update: int, monkeypatch) -> None:
+    """SIGTERM in the update that this process makes as number `update`."""
     fit, count = sft.fit, 0
 
     def fit_and_stop(*arguments):
         nonlocal count
         count += 1
-        if count == 3:
+        if count == update:
             os.kill(os.getpid(), signal.SIGTERM)
         return fit(*arguments)
 
     monkeypatch.setattr(sft, "fit", fit_and_stop)
-    printed = run(config, tmp_path / "pieces")
+
+
+def test_killed_and_stopped_and_resumed_it_ends_with_the_same_bits(overfit, tmp_path, monkeypatch):
+    """SIGKILL in update 52, SIGTERM in update 54, beside the run that was left alone."""
+    config, whole, _ = overfit
+    file = write_config(config, tmp_path / "config.py")
+    start("mars2_jax.sft", file, tmp_path / "run", Moment("update", steps=1, count=1), "--agent=ann")
+    stop_at(4, monkeypatch)
+    printed = run(config, tmp_path / "run")
+    assert "resuming after update 50" in printed and "stopped on request" in printed
+    with Checkpointer(tmp_path / "run" / "ann", read_only=True) as checkpointer:
+        assert checkpointer.latest()[0] == 54  # between two checkpoints of the schedule
+    assert "resuming after update 54" in run(config, tmp_path / "run")
+    assert_same_runs(whole / "ann", tmp_path / "run" / "ann")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_packed_and_measured_runs_resume_with_the_same_bits(folder, tmp_path, monkeypatch):
+    """Killed while it saves, killed in an update, stopped: with held-out losses, packed rows and a schedule."""
+    config = sft_config(folder, held_out=0.2, epochs=12, evaluate_every=3, checkpoint_every=2, schedule="cosine")
+    config.rollout.max_prompt_tokens, config.learning.pack_tokens = 256, 320
+    run(config, tmp_path / "whole")
+    file = write_config(config, tmp_path / "config.py")
+    start("mars2_jax.sft", file, tmp_path / "run", Moment("saving", steps=1, count=2), "--agent=ann")
+    printed = start("mars2_jax.sft", file, tmp_path / "run", Moment("update", count=4), "--agent=ann")
+    assert "resuming after update 2" in printed
+    stop_at(3, monkeypatch)
+    printed = run(config, tmp_path / "run")
     assert "resuming after update 6" in printed and "stopped on request" in printed
-    with Checkpointer(tmp_path / "pieces" / "ann", read_only=True) as checkpointer:
-        assert checkpointer.latest()[0] == 9  # between two checkpoints of the schedule
-    assert "resuming after update 9" in run(config, tmp_path / "pieces")
-    whole, pieces = tmp_path / "whole" / "ann", tmp_path / "pieces" / "ann"
-    assert_same_bits(final_state(whole), final_state(pieces))
-    rows = [read_metrics(path / "metrics.jsonl") for path in (whole, pieces)]
-    drop = lambda row: {name: x for name, x in row.items() if name not in ("wall", "time/update_seconds")}
-    assert [drop(row) for row in rows[0]] == [drop(row) for row in rows[1]]
+    assert "resuming after update 9" in run(config, tmp_path / "run")
+    assert_same_runs(tmp_path / "whole" / "ann", tmp_path / "run" / "ann")
 
 
 @pytest.fixture
