@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int, Key, Shaped
 from mars2_jax.models.attention import rope_frequencies, rotate
 from mars2_jax.models.causal_attention import ATTENTION_OUTPUT, causal_attention
 from mars2_jax.models.config import ModelConfig
+from mars2_jax.models.linear import matmul
 from mars2_jax.models.lora import Adapter, Lora, adapter
 from mars2_jax.parallel.mesh import constrain, param_shardings
 
@@ -65,7 +66,7 @@ def _linear(
     Two-dimensional on purpose: of a weight with more axes XLA's CPU backend makes a transposed copy in every call. The
     callers flatten only axes that lie behind the one that may be sharded, so that shardings pass through the reshape.
     """
-    y = jnp.einsum("...i,oi->...o", x, weight.astype(x.dtype))
+    y = matmul(x, weight)
     if scale is not None:
         y = (y.astype(jnp.float32) * scale[...].reshape(-1)).astype(x.dtype)
     return y if adapter is None else y + adapter(x)
@@ -278,11 +279,12 @@ class Decoder(nnx.Module):
     def logits(self, hidden: Float[Array, "*batch embed"], *, few_tokens: bool = False) -> Float[Array, "*batch vocab"]:
         """Scores of the next token, in float32. `few_tokens` as in `run`."""
         table = self.embedding if self.head is None else self.head
+        # Cast before it is gathered, which then moves half as much.
         weight = table[...].astype(hidden.dtype)
         if not few_tokens:
             # Gathered over fsdp here, or its gradient would gather the logits' cotangent of all rows instead.
             weight = constrain(weight, "vocab", None)
-        scores = jnp.einsum("...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32)
+        scores = matmul(hidden, weight, jnp.float32)
         return constrain(scores, "rows", *(None,) * (scores.ndim - 2), "vocab") if scores.ndim > 1 else scores
 
 
