@@ -129,6 +129,22 @@ def default_config() -> ConfigDict:
                 public_tests=2,
                 # Problems (= trees) a training step, of all hosts together.
                 problems_per_step=4,
+                # Dynamic filtering (DAPO): an agent learns from no tree in which all its nodes have the advantage 0.
+                # They are neither scored nor put into its buffer, so its KL and entropy terms leave them out, too.
+                dynamic_filtering=False,
+                # Further rounds of a step, at most, in which other problems are drawn in the place of those whose trees
+                # taught no agent anything, as many as are missing; 0 goes on with fewer trees.
+                max_resamples=0,
+                # "pass_rate" passes over problems that are too easy or too hard, by the running share of their nodes
+                # that pass; "none" takes all, once an epoch.
+                curriculum="none",
+                # The band of pass rates to learn from, its ends within. What was never tried comes as if in the band.
+                curriculum_low=0.1,
+                curriculum_high=0.9,
+                # Share of the epochs in which a problem outside the band comes still.
+                curriculum_floor=0.1,
+                # rate <- decay * rate + (1 - decay) * (the share of a new tree's nodes that pass).
+                curriculum_decay=0.5,
             ),
             search=dict(
                 # Thompson sampling: "mars2" (the paper's), "rs2" (one agent). Flat, every node a child of the root:

@@ -17,6 +17,7 @@ from mars2_jax.errors import ConfigError
 __all__ = ["CHOICES", "RANGES", "check_key", "describe_type", "validate"]
 
 CHOICES = {
+    "data.curriculum": ("none", "pass_rate"),
     "search.strategy": ("mars2", "rs2", "flat_multi", "grpo", "best_first", "round_robin"),
     "search.order": ("agent_first", "node_first"),
     "search.posterior": ("beta", "gaussian"),
@@ -53,6 +54,11 @@ RANGES: dict[str, tuple[str, float | None, float | None, str]] = {
     "data.limit": ("[", 0, None, ")"),
     "data.public_tests": ("[", 0, None, ")"),
     "data.problems_per_step": ("[", 1, None, ")"),
+    "data.max_resamples": ("[", 0, None, ")"),
+    "data.curriculum_low": ("[", 0, 1, "]"),
+    "data.curriculum_high": ("[", 0, 1, "]"),
+    "data.curriculum_floor": ("(", 0, 1, "]"),
+    "data.curriculum_decay": ("[", 0, 1, ")"),
     "search.nodes": ("[", 1, None, ")"),
     "search.max_depth": ("[", 0, None, ")"),
     "search.max_children": ("[", 0, None, ")"),

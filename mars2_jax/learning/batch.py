@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mars2_jax.learning.rows import Rows, check_row, in_rows, make_rows, pack, packed_length
 from mars2_jax.models.buckets import bucket
 
-__all__ = ["Sample", "SampleRows", "TreeArrays", "TreeBatch", "make_batch"]
+__all__ = ["Sample", "SampleRows", "TreeArrays", "TreeBatch", "make_batch", "stack_trees"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,8 +126,9 @@ class TreeBatch:
     filled: Int[Array, ""] | None
 
 
-def _forest(trees: Sequence[TreeArrays]) -> dict[str, Any]:
-    """Stacks trees to [trees, nodes]; the number of trees is rounded up with trees that hold nothing."""
+def stack_trees(trees: Sequence[TreeArrays]) -> dict[str, Any]:
+    """The forest of a `TreeBatch` by the names of its fields: trees stacked to [trees, nodes], their number rounded up
+    with trees that hold nothing."""
     nodes, count = max(len(t.reward) for t in trees), bucket(len(trees), 4)
     empty = dict(reward=np.float32(0), parent=np.int32(-1), agent=np.int32(-1), graded=np.False_, length=np.int32(0))
     if any(tree.kl is not None for tree in trees):
@@ -239,5 +240,5 @@ def make_batch(
         slot=per_sample([sample.slot for sample in samples]),
         valid=per_sample([1] * len(samples)).astype(bool),
     )
-    forest = _forest([trees[key] for key in keys])
+    forest = stack_trees([trees[key] for key in keys])
     return TreeBatch(**forest, samples=sample_rows, filled=filled), keys

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict, FrozenConfigDict
 
 from mars2_jax.errors import ConfigError
-from mars2_jax.learning.advantage import TreeAdvantages, tree_advantages
+from mars2_jax.learning.advantage import TreeAdvantages, response_advantages
 from mars2_jax.learning.batch import SampleRows, TreeBatch
 from mars2_jax.learning.logprobs import response_logprobs
 from mars2_jax.learning.loss import Member, PolicyTerms, policy_loss
@@ -247,15 +247,17 @@ def _update(
     learner: Learner, state: TrainState, batch: TreeBatch, base: nnx.State | None
 ) -> tuple[TrainState, Metrics, TreeAdvantages]:
     config, samples = learner.learning, batch.samples
-    penalty = overlong_penalty(
-        batch.length, budget=learner.budget, buffer=config.overlong_buffer, factor=config.overlong_factor
+    trees = response_advantages(
+        batch.reward,
+        batch.parent,
+        batch.agent,
+        batch.graded,
+        batch.length,
+        config,
+        budget=learner.budget,
+        problem=batch.problem,
+        kl=batch.kl,
     )
-    reward = batch.reward + penalty
-    if config.kl_in == "reward" and config.kl_coef:
-        if batch.kl is None:
-            raise ValueError("learning.kl_in is 'reward', but the trees have no KL of their responses")
-        reward -= config.kl_coef * batch.kl
-    trees = tree_advantages(reward, batch.parent, batch.agent, batch.graded, config, problem=batch.problem)
     advantage = trees.advantage[samples.tree, samples.slot]
 
     # Σ gradients, in float32 as the weights are, divided once by Σ denominators.

@@ -20,26 +20,18 @@ from mars2_jax.errors import ConfigError
 from mars2_jax.learning.batch import TreeArrays
 from mars2_jax.rollout.programs import compilations
 from mars2_jax.roster import weight_owner
-from mars2_jax.search.explore import Suspended, explore
+from mars2_jax.tasks.curriculum import Curriculum
 from mars2_jax.tasks.iterator import ProblemIterator
 from mars2_jax.tasks.problem import Problem
-from mars2_jax.training.agent import Agent, reset_engines
+from mars2_jax.training.agent import Agent
 from mars2_jax.training.buffer import Buffer, TreeKey
 from mars2_jax.training.checkpoint import Checkpointer
 from mars2_jax.training.evaluation import evaluate, searchable
-from mars2_jax.training.keys import step_key
 from mars2_jax.training.metrics import MetricsWriter
 from mars2_jax.training.pending import PendingSearch
 from mars2_jax.training.provenance import code_version
-from mars2_jax.training.records import (
-    Node,
-    check_graded,
-    most_telling,
-    search_metrics,
-    tree_arrays,
-    tree_rows,
-    written_by,
-)
+from mars2_jax.training.records import Node, most_telling, pass_rate, search_metrics, tree_rows, written_by
+from mars2_jax.training.searching import SuspendedStep, search_step
 from mars2_jax.training.setup import (
     Setup,
     calibrated,
@@ -49,7 +41,6 @@ from mars2_jax.training.setup import (
     eval_problems,
     start_grader,
     train_problems,
-    training_sampling,
 )
 from mars2_jax.training.stopping import Stopped, StopRequest, stop_on_sigterm
 from mars2_jax.training.trees import read_trees, trees_path, write_trees
@@ -145,6 +136,7 @@ class Trainer:
             seed=self.config.seed,
             shard_index=jax.process_index(),
             shard_count=jax.process_count(),
+            curriculum=Curriculum.from_config(self.config.data),
         )
         self.evaluations: dict[str, dict[str, float]] = {}
         # Metrics of the step just finished, its evaluation included.
@@ -209,36 +201,34 @@ class Trainer:
 
     def _train_step(self, progress: Progress, metrics: MetricsWriter) -> str:
         config, step = self.config, self.step + 1
-        position = self.problem_iterator.get_state()
-        chosen = next(self.problem_iterator)
-        reset_engines(self.team)
-        writers = [agent.writer(training_sampling(config)) for agent in self.team]
-        suspended, self.suspended = self.suspended, None
+        before = self.problem_iterator.get_state()
+        suspended, self.suspended = self.suspended, []
         try:
-            exploration = explore(
-                chosen,
-                writers,
+            found = search_step(
+                step,
+                config,
+                self.team,
+                {agent.name: voices for agent, voices in self._voices() if agent.state is not None},
+                self.problem_iterator,
                 self.grader,
-                config.search,
-                key=step_key(config.seed, step),
-                reward=config.grading.reward,
-                reward_tests=config.grading.reward_tests,
-                progress=progress.counter("search", len(chosen) * config.search.nodes),
                 saved=suspended,
                 suspend=lambda: self.stop.requested,
+                progress=progress,
             )
-        except Suspended as search:
-            self.problem_iterator.set_state(position)
+        except SuspendedStep as search:
+            self.problem_iterator.set_state(before)
             if self.saved != self.step:
                 self._save()
-            self.pending.keep(step, search.saved)
+            self.pending.keep(step, search.rounds)
             raise Stopped from None
-        check_graded(exploration)
         # A save that failed is told before more work is put on top of it.
         self.checkpointer.check()
+        exploration, trees = found.exploration, found.trees
         values = search_metrics(exploration)
+        if config.data.dynamic_filtering:
+            values |= {"search/trees": len(trees), "search/trees_dropped": found.dropped, "search/rounds": found.rounds}
+        values |= self.problem_iterator.observe(found.indices, [pass_rate(tree) for tree in trees.values()])
         started = time.perf_counter()
-        trees = tree_arrays(exploration, step)
         used: dict[TreeKey, tuple[np.ndarray, np.ndarray]] = {}
         for index, member in enumerate(self.team):
             written = written_by(exploration, {index}, step)
@@ -250,10 +240,10 @@ class Trainer:
         for agent, voices in self._voices():
             prefix = f"agent/{agent.name}"
             written = written_by(exploration, voices, step)
-            seconds = sum(writers[index].seconds for index in voices)
+            seconds = sum(found.seconds[index] for index in voices)
             values[f"{prefix}/tokens_per_second"] = _tokens(written) / max(seconds, 1e-9)
             if agent.state is not None:
-                agent.remember(written, trees)
+                agent.remember([node for node in written if node[0] in found.telling[agent.name]], trees)
                 update = self._update(agent, voices, trees, used)
                 values |= {f"{prefix}/{name}": value for name, value in update.items()}
                 values |= {f"{prefix}/updates": int(agent.state.step), f"{prefix}/buffer": len(agent.buffer)}
@@ -324,6 +314,8 @@ class Trainer:
         host = {
             f"{agent.name}/{name}": array for agent in self.learners for name, array in agent.buffer.to_arrays().items()
         }
+        # No agent's name has a dot.
+        host |= {f"data.pass_rates/{name}": array for name, array in self.problem_iterator.get_arrays().items()}
         meta = {
             "config": as_json(self.config),
             "evaluations": self.evaluations,
@@ -343,13 +335,12 @@ class Trainer:
         saved = self.checkpointer.restore({agent.name: agent.abstract_state() for agent in self.learners})
         if saved is None:
             return None
+        kept = lambda name: {n.removeprefix(f"{name}/"): a for n, a in saved.host.items() if n.startswith(f"{name}/")}
         for agent in self.learners:
             agent.set_state(saved.state[agent.name])
-            prefix = f"{agent.name}/"
-            arrays = {n.removeprefix(prefix): a for n, a in saved.host.items() if n.startswith(prefix)}
-            agent.buffer = Buffer.from_arrays(arrays)
+            agent.buffer = Buffer.from_arrays(kept(agent.name))
         # Checkpoints of earlier versions hold no state of the iterator: it has made a step for each of the run's.
-        self.problem_iterator.set_state(saved.meta.get("problems", {"step": saved.step}))
+        self.problem_iterator.set_state(saved.meta.get("problems", {"step": saved.step}), kept("data.pass_rates"))
         if saved.meta["config"]["eval"] == as_json(self.config)["eval"]:
             self.evaluations = dict(saved.meta["evaluations"])
         if saved.step < self.config.training.steps:
