@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,38 +14,36 @@ from ml_collections import FrozenConfigDict
 from mars2_jax.learning.advantage import response_advantages
 from mars2_jax.learning.batch import TreeArrays, stack_trees
 from mars2_jax.training.buffer import TreeKey
+from mars2_jax.training.records import Node
 
-__all__ = ["telling_trees"]
+__all__ = ["telling_nodes"]
 
 
-def telling_trees(
+def telling_nodes(
+    written: Mapping[str, Sequence[Node]],
     trees: Mapping[TreeKey, TreeArrays],
-    voices: Mapping[str, Collection[int]],
     learning: FrozenConfigDict,
     budget: int,
-) -> dict[str, set[TreeKey]]:
-    """The trees that each learner would learn from: those in which a node that its weights wrote has an advantage.
+) -> dict[str, list[Node]]:
+    """What is left to learn from where each learner leaves out the trees in which none of its nodes has an advantage.
 
-    The advantages are those of an update (`response_advantages`), by the same function: a tree that is not here has the
-    advantage 0 on every node of the learner. So where all its graded nodes earned the same, whatever the estimator;
-    with groups of an agent's nodes also where only another's differ.
+    The advantages are those of an update (`response_advantages`), by the same function. So a tree is left out where all
+    its graded nodes earned the same, whatever the estimator; with groups of one agent's nodes also where only those of
+    others differ.
 
     Args:
-      trees: all trees of a step: an estimator may compare those of one problem.
-      voices: of each learner, the numbers in the trees of the agents that play with its weights.
+      written: by learner, the nodes that it would learn from.
+      trees: all trees of the step: an estimator may compare those of one problem.
       learning: the `learning` section; the KL is not in the reward, or scores would be needed first.
       budget: most tokens a response may have.
     """
-    keys = list(trees)
     forest = stack_trees(list(trees.values()))
-    advantage = np.asarray(_advantages(forest, learning, budget))[: len(keys)]
-    agent, graded = forest["agent"][: len(keys)], forest["graded"][: len(keys)]
-
-    def taught(numbers: Collection[int]) -> set[TreeKey]:
-        found = (graded & np.isin(agent, list(numbers)) & (advantage != 0)).any(-1)
-        return {keys[t] for t in np.flatnonzero(found)}
-
-    return {name: taught(numbers) for name, numbers in voices.items()}
+    advantage = dict(zip(trees, np.asarray(_advantages(forest, learning, budget)), strict=False))
+    telling = {}
+    for name, nodes in written.items():
+        teaching = {tree for tree, slot, _ in nodes if advantage[tree][slot] != 0}
+        telling[name] = [node for node in nodes if node[0] in teaching]
+    return telling
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

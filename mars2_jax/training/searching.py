@@ -21,9 +21,9 @@ from mars2_jax.search.saved import SavedSearch
 from mars2_jax.tasks.iterator import ProblemIterator
 from mars2_jax.training.agent import Member, reset_engines
 from mars2_jax.training.buffer import TreeKey
-from mars2_jax.training.filtering import telling_trees
+from mars2_jax.training.filtering import telling_nodes
 from mars2_jax.training.keys import step_key
-from mars2_jax.training.records import check_graded, tree_arrays
+from mars2_jax.training.records import Node, check_graded, tree_arrays, written_by
 from mars2_jax.training.setup import training_sampling
 from mars2_jax.viewer.terminal import Progress
 
@@ -47,7 +47,7 @@ class StepSearch:
       exploration: the trees of all rounds, in the order of their numbers.
       trees: the same as the learner takes them, in that order.
       indices: of their problems in the problem set.
-      telling: by learner, the trees that it learns from: all, where nothing is filtered.
+      learned: by learner, the nodes that it learns from: all that its weights wrote, where nothing is filtered.
       rounds: rounds that it took.
       seconds: by member of the team, in what it wrote with: wall time.
     """
@@ -55,14 +55,14 @@ class StepSearch:
     exploration: Exploration
     trees: dict[TreeKey, TreeArrays]
     indices: list[int]
-    telling: dict[str, Collection[TreeKey]]
+    learned: dict[str, list[Node]]
     rounds: int
     seconds: list[float]
 
     @property
     def dropped(self) -> int:
         """Trees that nobody learns from."""
-        return len(self.trees) - len(set().union(*self.telling.values()))
+        return len(self.trees) - len({tree for nodes in self.learned.values() for tree, _, _ in nodes})
 
 
 def search_step(
@@ -128,10 +128,10 @@ def search_step(
         exploration = _joined(rounds)
         check_graded(exploration)
         trees = tree_arrays(exploration, step)
-        telling: dict[str, Collection[TreeKey]] = dict.fromkeys(voices, trees.keys())
+        learned = {name: written_by(exploration, numbers, step) for name, numbers in voices.items()}
         if filtering:
-            telling = {**telling_trees(trees, voices, config.learning, config.rollout.max_new_tokens)}
-        result = StepSearch(exploration, trees, indices, telling, len(rounds), seconds)
+            learned = telling_nodes(learned, trees, config.learning, config.rollout.max_new_tokens)
+        result = StepSearch(exploration, trees, indices, learned, len(rounds), seconds)
         missing = wanted - (len(trees) - result.dropped)
         if not filtering or missing <= 0 or len(rounds) > config.data.max_resamples:
             return result

@@ -243,7 +243,7 @@ class Trainer:
             seconds = sum(found.seconds[index] for index in voices)
             values[f"{prefix}/tokens_per_second"] = _tokens(written) / max(seconds, 1e-9)
             if agent.state is not None:
-                agent.remember([node for node in written if node[0] in found.telling[agent.name]], trees)
+                agent.remember(found.learned[agent.name], trees)
                 update = self._update(agent, voices, trees, used)
                 values |= {f"{prefix}/{name}": value for name, value in update.items()}
                 values |= {f"{prefix}/updates": int(agent.state.step), f"{prefix}/buffer": len(agent.buffer)}
