@@ -75,6 +75,9 @@ class ProblemIterator:
       shard_count: number of hosts.
       curriculum: which problems are passed over; None passes none.
 
+    Attributes:
+      share: problems of a step that are this host's; of a draw of fewer, no more than these.
+
     Raises:
       ConfigError: hosts cannot share the problems of a step evenly.
       ValueError: there are no problems.
@@ -98,6 +101,7 @@ class ProblemIterator:
                 f"which is {shard_count}"
             )
         self._problems, self._per_step, self._seed = problems, problems_per_step, seed
+        self.share = problems_per_step // shard_count
         self._shard, self._shards = shard_index, shard_count
         self._curriculum, self._rates = curriculum, PassRates()
         # In the order of all epochs: the next problem that is drawn, or passed over.
@@ -106,8 +110,7 @@ class ProblemIterator:
         if curriculum is None:
             # One step ahead in a thread where problems have to be read and decoded first.
             lazy = isinstance(problems, PreparedProblems)
-            buffered = problems_per_step // shard_count if lazy else 0
-            options = grain.ReadOptions(num_threads=int(lazy), prefetch_buffer_size=buffered)
+            options = grain.ReadOptions(num_threads=int(lazy), prefetch_buffer_size=self.share if lazy else 0)
             epochs = _ENDLESS // len(problems) + 1
             own = _Ordered(grain.MapDataset.source(problems), seed).repeat(epochs)[shard_index::shard_count]
             self._ahead = iter(own.to_iter_dataset(options))

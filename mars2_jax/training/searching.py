@@ -112,7 +112,7 @@ def search_step(
                 config.search,
                 key=step_key(config.seed, step),
                 tree_ids=[len(indices) + place for place in draw.places],
-                capacity=wanted,
+                capacity=problems.share,
                 reward=config.grading.reward,
                 reward_tests=config.grading.reward_tests,
                 progress=progress.counter("resample" if rounds else "search", missing * config.search.nodes),
