@@ -81,12 +81,13 @@ def _check_learning(config: ConfigDict) -> None:
                 "ratio: use 'ppo'"
             )
     if not learning.kl_coef:
-        for key in ("kl", "kl_in"):
+        for key in ("kl", "kl_in", "reference_every"):
             _check_unread("learning", learning, defaults, key, "kl_coef is 0")
-    if learning.train_batch_size % learning.micro_batch_size:
+    if learning.train_batch_size % (learning.minibatches * learning.micro_batch_size):
+        several = f"minibatches, which is {learning.minibatches}, times " if learning.minibatches > 1 else ""
         raise ConfigError(
             f"config.learning.train_batch_size is {learning.train_batch_size}; it must be a multiple of "
-            f"config.learning.micro_batch_size, which is {learning.micro_batch_size}"
+            f"{several}config.learning.micro_batch_size, which is {learning.micro_batch_size}"
         )
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     if learning.pack_tokens and learning.pack_tokens < longest:

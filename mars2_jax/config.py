@@ -96,6 +96,9 @@ def agent_config() -> ConfigDict:
                 # Of matrices, times the learning rate.
                 weight_decay=0.0,
                 max_grad_norm=1.0,
+                # What lies in host memory between updates: "none", or "state" (the moments): they are moved to the
+                # devices when the gradient is there, and back. The bits of the result are the same.
+                offload="none",
             ),
         )
     )
@@ -254,9 +257,12 @@ def default_config() -> ConfigDict:
                 tis_mode="truncate",
                 # Drop a sequence that holds a token with a correction weight below this; 0 is off.
                 tis_veto=0.0,
-                # KL to the frozen reference: estimator "k1", "k2", "k3"; coefficient 0 keeps no reference.
+                # KL to the reference: estimator "k1", "k2", "k3"; coefficient 0 keeps no reference.
                 kl="k3",
                 kl_coef=1e-3,
+                # Updates of an agent after which its current weights become its reference: a copy, in the type that
+                # the model computes in, of all that it learns. 0 keeps the checkpoint's, which all agents share.
+                reference_every=0,
                 # Added to the "loss" of each token, or taken off the "reward" of a response, summed over its tokens.
                 kl_in="loss",
                 entropy_coef=0.0,
@@ -265,8 +271,17 @@ def default_config() -> ConfigDict:
                 # Penalty on the last `overlong_buffer` tokens of the budget, times `overlong_factor`; factor 0 is off.
                 overlong_buffer=0,
                 overlong_factor=0.0,
-                # Nodes an update; an agent whose buffer holds fewer waits.
+                # Learn nothing from responses that the budget cut off; in their trees they count as they do without.
+                overlong_mask=False,
+                # Nodes that are taken from an agent's buffer at a time; one whose buffer holds fewer waits.
                 train_batch_size=16,
+                # Passes over what was taken, and updates a pass, each from as many of the nodes, which are shuffled for
+                # every pass. Ratios stay relative to the weights that wrote the nodes.
+                epochs=1,
+                minibatches=1,
+                # Nodes that were written more than so many updates of the agent ago are dropped when nodes are taken;
+                # 0 keeps all.
+                max_staleness=0,
                 # Rows of one micro-batch.
                 micro_batch_size=4,
                 # Tokens of a row into which several samples are packed, none seeing another, in updates and scores; 0

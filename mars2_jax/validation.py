@@ -45,6 +45,7 @@ CHOICES = {
     "agents.*.model.lora.targets": ("attention", "mlp"),
     "agents.*.optimizer.name": ("adamw", "adafactor", "muon"),
     "agents.*.optimizer.schedule": ("constant", "cosine", "linear"),
+    "agents.*.optimizer.offload": ("none", "state"),
     "agents.*.endpoint.token_limit": ("max_tokens", "max_completion_tokens"),
 }
 
@@ -86,10 +87,14 @@ RANGES: dict[str, tuple[str, float | None, float | None, str]] = {
     "learning.tis_cap": ("(", 0, None, ")"),
     "learning.tis_veto": ("[", 0, 1, ")"),
     "learning.kl_coef": ("[", 0, None, ")"),
+    "learning.reference_every": ("[", 0, None, ")"),
     "learning.entropy_coef": ("[", 0, None, ")"),
     "learning.overlong_buffer": ("[", 0, None, ")"),
     "learning.overlong_factor": ("[", 0, None, ")"),
     "learning.train_batch_size": ("[", 1, None, ")"),
+    "learning.epochs": ("[", 1, None, ")"),
+    "learning.minibatches": ("[", 1, None, ")"),
+    "learning.max_staleness": ("[", 0, None, ")"),
     "learning.micro_batch_size": ("[", 1, None, ")"),
     "learning.pack_tokens": ("[", 0, None, ")"),
     "learning.scan_unroll": ("[", 0, None, ")"),

@@ -32,6 +32,7 @@ class Sample:
       logprobs: float32[R], log-probabilities in the engine, at the sampling temperature.
       lp_old: float32[R], the same in the trainer, under the weights that wrote the response.
       lp_ref: float32[R], the same under the reference weights; None where the loss has no KL term.
+      written_at: updates that the weights had had which wrote it.
     """
 
     tree: Hashable
@@ -41,6 +42,7 @@ class Sample:
     logprobs: np.ndarray
     lp_old: np.ndarray
     lp_ref: np.ndarray | None = None
+    written_at: int = 0
 
     def __post_init__(self) -> None:
         check_row(self.prompt, self.tokens)
@@ -180,6 +182,7 @@ def make_batch(
     longest: int | None = None,
     pack_tokens: int = 0,
     whole_problems: bool = False,
+    among: Sequence[Sample] | None = None,
 ) -> tuple[TreeBatch, list[Hashable]]:
     """Makes the batch of an agent's finished nodes, and of the whole trees they stand in, for one update.
 
@@ -190,6 +193,8 @@ def make_batch(
       longest: see `make_rows`.
       pack_tokens: tokens of a row into which several samples are packed; 0: a row each.
       whole_problems: take the other trees of the samples' problems along, for an estimator that compares with them.
+      among: the samples that these are a part of, each part of as many. The parts then have the same trees, in the same
+        order, and, save for what packing makes of them, the same shapes: one program, and one set of advantages.
 
     Returns:
       The batch (NumPy arrays), and the keys of its trees: tree i of the batch has key i of the list.
@@ -198,7 +203,8 @@ def make_batch(
       ValueError: no samples; a sample whose tree is missing or whose node is not graded; reference log-probabilities
         on some samples only, or the KL on some trees; a sample longer than `longest` or than a packed row.
     """
-    _check(samples, trees)
+    whole = samples if among is None else among
+    _check(whole, trees)
     prompts, responses = [s.prompt for s in samples], [s.tokens for s in samples]
     # Packed, the number of micro-batches differs from batch to batch: arrays are of a few sizes, and the update runs
     # over the micro-batches that are filled. There are never more than with a sample a row.
@@ -214,7 +220,14 @@ def make_batch(
     else:
         layout, micro, deepest = [[i] for i in range(len(samples))], most, 1
         count = micro * micro_batch_size
-        rows = make_rows(prompts, responses, rows=count, longest=longest)
+        rows = make_rows(
+            prompts,
+            responses,
+            rows=count,
+            longest=longest,
+            length=max(len(s.prompt) + len(s.tokens) for s in whole),
+            width=max(len(s.tokens) for s in whole),
+        )
 
     # The classes declare JAX arrays; on the host the fields hold NumPy's, and jit takes either.
     def split(x: np.ndarray) -> Any:
@@ -229,7 +242,7 @@ def make_batch(
             array[r, : len(row)] = [values[i] for i in row]
         return split(array)
 
-    keys = _keys(samples, trees, whole_problems)
+    keys = _keys(whole, trees, whole_problems)
     number = {key: i for i, key in enumerate(keys)}
     sample_rows = SampleRows(
         rows=jax.tree.map(split, rows),

@@ -15,7 +15,11 @@ from optax import contrib
 
 from mars2_jax.errors import ConfigError
 
-__all__ = ["learning_rate", "make_optimizer", "state_shardings"]
+__all__ = ["HOST_MEMORY", "in_host_memory", "learning_rate", "make_optimizer", "state_shardings"]
+
+
+HOST_MEMORY = "pinned_host"
+"""JAX's name of the memory that offloaded arrays lie in: the host's, where devices can read it by themselves."""
 
 
 def learning_rate(config: ConfigDict, count: Int[Array, ""]) -> Float[Array, ""]:
@@ -168,6 +172,12 @@ def state_shardings(params: nnx.State, state: Any) -> Any:
         return whole
 
     return jax.tree_util.tree_map_with_path(place, state)
+
+
+def in_host_memory(x: Any, sharding: Sharding) -> Sharding:
+    """Where an array of an optimizer's state lies that is offloaded: in the memory of the host that its devices are
+    attached to, split as it would be on them. Counts, which are single numbers, stay on the devices."""
+    return sharding.with_memory_kind(HOST_MEMORY) if x.ndim else sharding
 
 
 def _reduced(weight: Any, shape: tuple[int, ...]) -> PartitionSpec:

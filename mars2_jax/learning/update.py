@@ -21,7 +21,7 @@ from mars2_jax.learning.advantage import TreeAdvantages, response_advantages
 from mars2_jax.learning.batch import SampleRows, TreeBatch
 from mars2_jax.learning.logprobs import response_logprobs
 from mars2_jax.learning.loss import Member, PolicyTerms, policy_loss
-from mars2_jax.learning.optimizer import make_optimizer, state_shardings
+from mars2_jax.learning.optimizer import in_host_memory, make_optimizer, state_shardings
 from mars2_jax.learning.rewards import overlong_penalty
 from mars2_jax.learning.rows import Rows, make_rows, pack, packed_length
 from mars2_jax.models.decoder import Decoder
@@ -96,7 +96,7 @@ class Learner:
         """The state before the first update. The weights are copied: updates donate the state, and the weights that
         came in stay valid (for other agents, for one)."""
         state = self._fresh(params)
-        return jax.tree.map(jax.device_put, state, state_shardings(state.params, state))
+        return jax.tree.map(jax.device_put, state, self._places(state))
 
     def abstract(self, params: nnx.State) -> TrainState:
         """Shapes, types and shardings of what `init` would return; nothing is computed. `params` may be abstract."""
@@ -106,8 +106,15 @@ class Learner:
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             shape,
-            state_shardings(shape.params, shape),
+            self._places(shape),
         )
+
+    def _places(self, state: TrainState) -> TrainState:
+        """Where the arrays of a state lie between updates, as shardings; `state` may be abstract."""
+        places = state_shardings(state.params, state)
+        if self.optimizer.offload == "none":
+            return places
+        return dataclasses.replace(places, opt_state=jax.tree.map(in_host_memory, state.opt_state, places.opt_state))
 
     def _fresh(self, params: nnx.State) -> TrainState:
         params = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
@@ -270,7 +277,12 @@ def _update(
     terms = jax.tree.map(lambda x: x.sum(0), terms)
     gradient = jax.tree.map(lambda g: g / terms.denominator, gradient)
 
-    changes, opt_state = make_optimizer(learner.optimizer).update(gradient, state.opt_state, state.params)
+    opt_state = state.opt_state
+    if learner.optimizer.offload != "none":
+        # Not before the gradient is there: activations have gone by then.
+        gradient, opt_state = jax.lax.optimization_barrier((gradient, opt_state))
+        opt_state = jax.device_put(opt_state, jax.memory.Space.Device)
+    changes, opt_state = make_optimizer(learner.optimizer).update(gradient, opt_state, state.params)
     new_state = TrainState(optax.apply_updates(state.params, changes), opt_state, state.step + 1)
 
     tokens = terms.sums["tokens"]

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from ml_collections import FrozenConfigDict
 
 from mars2_jax.learning.batch import Sample, TreeArrays, TreeBatch, make_batch
+from mars2_jax.learning.optimizer import HOST_MEMORY
 from mars2_jax.learning.rows import make_rows, packed_length
 from mars2_jax.learning.update import Learner
 from mars2_jax.models import cache as kv
@@ -76,8 +77,13 @@ class Program:
 
 
 def device_bytes(tree: Any) -> int:
-    """Bytes, on the device that has most of them, of arrays or their shapes, without padding."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    """Bytes, on the device that has most of them, of arrays or their shapes, without padding. What lies in host memory
+    is on no device."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(tree)
+        if x.sharding.memory_kind != HOST_MEMORY
+    )
 
 
 def team_programs(
@@ -149,7 +155,9 @@ class _AgentPlan:
         """The checkpoint's weights that stay, shared by all agents that name it, see `training.agent.Weights`: under
         its adapters and as the reference of the KL term; for an engine that has nothing else, and under its adapters
         there. They are the same arrays if the engine's are not others."""
-        trains = self.config.trainable and (self.lora is not None or self.run.learning.kl_coef > 0)
+        learning = self.run.learning
+        reference = learning.kl_coef > 0 and not learning.reference_every
+        trains = self.config.trainable and (self.lora is not None or reference)
         decodes = not self.config.trainable or self.lora is not None
         plain, moved = "checkpoint's weights", "checkpoint's weights for engines"
         kept: dict[str, Any] = {}
@@ -166,6 +174,8 @@ class _AgentPlan:
             state = self.learner.abstract(self.params)
             kept["master weights"] = state.params
             kept["optimizer state"] = state.opt_state
+            if self.run.learning.reference_every:
+                kept["reference"] = jax.tree.map(lambda x: _shape(x, self.dtype, x.sharding), self.params)
             kept["engine weights"] = nnx.filter_state(self.engine, learned(self.lora))
         kept["key-value cache"] = self.cache
         kept["prefilled prompts"] = self._prompt_memory()
@@ -225,7 +235,7 @@ class _AgentPlan:
         return self._program("update", size, batch.samples.rows.tokens.size, program, arguments, resident, self.learner)
 
     def _batch(self) -> TreeBatch:
-        """The largest batch: every sample the longest there may be, and no two of one tree."""
+        """The largest batch of an update: every sample the longest there may be, and no two of one tree."""
         count, nodes = self.run.learning.train_batch_size, self.run.search.nodes + 1
         prompt, response = self._longest_row()
         scores = np.zeros(len(response), np.float32)
@@ -236,11 +246,12 @@ class _AgentPlan:
         tree = TreeArrays(ones.astype(np.float32), ones, ones, ones.astype(bool), ones, kl=kl)
         samples = [Sample(i, 1, prompt, response, scores, scores, reference) for i in range(count)]
         batch, _ = make_batch(
-            samples,
+            samples[: count // self.run.learning.minibatches],
             dict.fromkeys(range(count), tree),
             micro_batch_size=self.run.learning.micro_batch_size,
             longest=longest_sample(self.run),
             pack_tokens=self.run.learning.pack_tokens,
+            among=samples,
         )
         shapes = jax.tree.map(lambda x: _shape(x, x.dtype, replicated(self.mesh)), batch)
         split = jax.tree.map(lambda x: _shape(x, x.dtype, rows(self.mesh, leading=1)), batch.samples)

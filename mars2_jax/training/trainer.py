@@ -154,7 +154,7 @@ class Trainer:
         steps = self.config.training.steps
         if self.step < steps:
             # A finished run is only shown again: that takes no room.
-            check_space(self.workdir, sum(x.nbytes for x in jax.tree.leaves([a.state for a in self.learners])))
+            check_space(self.workdir, sum(x.nbytes for x in jax.tree.leaves([a.checkpoint() for a in self.learners])))
         write_config(self.config, self.workdir)
         if self.saved is not None:
             self.console.print(f"resuming after step {self.step}", highlight=False)
@@ -243,7 +243,9 @@ class Trainer:
             seconds = sum(found.seconds[index] for index in voices)
             values[f"{prefix}/tokens_per_second"] = _tokens(written) / max(seconds, 1e-9)
             if agent.state is not None:
-                agent.remember(found.learned[agent.name], trees)
+                masked = agent.remember(found.learned[agent.name], trees)
+                if config.learning.overlong_mask:
+                    values[f"{prefix}/masked_overlong"] = masked
                 update = self._update(agent, voices, trees, used)
                 values |= {f"{prefix}/{name}": value for name, value in update.items()}
                 values |= {f"{prefix}/updates": int(agent.state.step), f"{prefix}/buffer": len(agent.buffer)}
@@ -275,6 +277,7 @@ class Trainer:
         """All updates that the agent's buffer allows; the means of their metrics. Puts into `used` what they took for
         the rewards and advantages of this step's trees: for a node, in the end, the agent that wrote it."""
         collected: dict[str, list[float]] = defaultdict(list)
+        dropped = agent.drop_stale()
         while len(agent.buffer) >= self.config.learning.train_batch_size:
             update, keys, advantages = agent.update(self.mesh)
             for i, key in enumerate(keys):
@@ -285,10 +288,14 @@ class Trainer:
                     used[key] = shaped, advantage
             for name, value in update.items():
                 collected[name].append(value)
+            dropped += agent.drop_stale()
         # Of the nodes of this step, not of those that were updated from: counted by the caller.
         for name in ("nodes", "tokens", "reward_mean"):
             collected.pop(name, None)
-        return {name: float(np.mean(v)) for name, v in collected.items()}
+        values = {name: float(np.mean(v)) for name, v in collected.items()}
+        if self.config.learning.max_staleness:
+            values["dropped_stale"] = float(dropped)
+        return values
 
     def _evaluate(self, when: str, progress: Progress, metrics: MetricsWriter) -> None:
         """Scores the team now; `when` is "before" or "after" for what is shown at the end."""
@@ -322,7 +329,7 @@ class Trainer:
             "problems": self.problem_iterator.get_state(),
             "code": code_version(),
         }
-        state = {agent.name: agent.state for agent in self.learners}
+        state = {name: tree for agent in self.learners for name, tree in agent.checkpoint().items()}
         self.checkpointer.save(self.step, state, meta, host, score=self.values.get(self.config.training.best_metric))
         self.saved = self.step
 
@@ -332,12 +339,13 @@ class Trainer:
 
     def _restore(self) -> int | None:
         """Takes up the newest whole checkpoint; returns its step, None where there is none yet."""
-        saved = self.checkpointer.restore({agent.name: agent.abstract_state() for agent in self.learners})
+        target = {name: tree for agent in self.learners for name, tree in agent.abstract_checkpoint().items()}
+        saved = self.checkpointer.restore(target)
         if saved is None:
             return None
         kept = lambda name: {n.removeprefix(f"{name}/"): a for n, a in saved.host.items() if n.startswith(f"{name}/")}
         for agent in self.learners:
-            agent.set_state(saved.state[agent.name])
+            agent.restore(saved.state)
             agent.buffer = Buffer.from_arrays(kept(agent.name))
         # Checkpoints of earlier versions hold no state of the iterator: it has made a step for each of the run's.
         self.problem_iterator.set_state(saved.meta.get("problems", {"step": saved.step}), kept("data.pass_rates"))
