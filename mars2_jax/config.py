@@ -96,8 +96,9 @@ def agent_config() -> ConfigDict:
                 # Of matrices, times the learning rate.
                 weight_decay=0.0,
                 max_grad_norm=1.0,
-                # What lies in host memory between updates: "none", or "state" (the moments): they are moved to the
-                # devices when the gradient is there, and back. The bits of the result are the same.
+                # What lies in host memory while the agent does not learn: "none"; "state", the moments, which are on
+                # the devices from when an update has its gradient to its end; or "all", the master weights too, which
+                # are there for scores and updates. The bits of the result are the same.
                 offload="none",
             ),
         )

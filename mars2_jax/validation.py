@@ -45,7 +45,7 @@ CHOICES = {
     "agents.*.model.lora.targets": ("attention", "mlp"),
     "agents.*.optimizer.name": ("adamw", "adafactor", "muon"),
     "agents.*.optimizer.schedule": ("constant", "cosine", "linear"),
-    "agents.*.optimizer.offload": ("none", "state"),
+    "agents.*.optimizer.offload": ("none", "state", "all"),
     "agents.*.endpoint.token_limit": ("max_tokens", "max_completion_tokens"),
 }
 

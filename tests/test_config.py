@@ -120,7 +120,7 @@ def test_a_value_of_another_type_is_refused(name, value):
         ("learning.minibatches", 8, "train_batch_size is 16; .* multiple of minibatches, which is 8, times .* is 4"),
         ("learning.epochs", 0, "at least 1"),
         ("learning.max_staleness", -1, "at least 0"),
-        ("agents.coder.optimizer.offload", "stat", "it may be none, state; did you mean state?"),
+        ("agents.coder.optimizer.offload", "stat", "it may be none, state, all; did you mean state?"),
         ("learning.dual_clip", 1.1, "must be above 1 .+ config.learning.clip_high"),
         ("learning.overlong_factor", 1.0, "overlong_buffer is 0; .* between 1 and .*max_new_tokens, which is 256"),
         ("learning.tis_veto", 1e-4, "config.learning.tis is 'off'"),

@@ -174,10 +174,15 @@ def state_shardings(params: nnx.State, state: Any) -> Any:
     return jax.tree_util.tree_map_with_path(place, state)
 
 
-def in_host_memory(x: Any, sharding: Sharding) -> Sharding:
-    """Where an array of an optimizer's state lies that is offloaded: in the memory of the host that its devices are
-    attached to, split as it would be on them. Counts, which are single numbers, stay on the devices."""
-    return sharding.with_memory_kind(HOST_MEMORY) if x.ndim else sharding
+def in_host_memory(tree: Any, shardings: Any) -> Any:
+    """Where arrays lie that are offloaded, as a tree of shardings: in the memory of the host that their devices are
+    attached to, split as they would be on these. Counts, which are single numbers, stay on the devices.
+
+    Args:
+      tree: arrays or shapes.
+      shardings: where they would lie on the devices, a tree like it.
+    """
+    return jax.tree.map(lambda x, s: s.with_memory_kind(HOST_MEMORY) if x.ndim else s, tree, shardings)
 
 
 def _reduced(weight: Any, shape: tuple[int, ...]) -> PartitionSpec:

@@ -111,10 +111,19 @@ class Learner:
 
     def _places(self, state: TrainState) -> TrainState:
         """Where the arrays of a state lie between updates, as shardings; `state` may be abstract."""
-        places = state_shardings(state.params, state)
-        if self.optimizer.offload == "none":
-            return places
-        return dataclasses.replace(places, opt_state=jax.tree.map(in_host_memory, state.opt_state, places.opt_state))
+        places, offload = state_shardings(state.params, state), self.optimizer.offload
+        if offload != "none":
+            places = dataclasses.replace(places, opt_state=in_host_memory(state.opt_state, places.opt_state))
+        if offload == "all":
+            places = dataclasses.replace(places, params=in_host_memory(state.params, places.params))
+        return places
+
+    def on_devices(self, params: nnx.State) -> nnx.State:
+        """The weights of a state, where they can be computed with: a copy of those that lie in host memory, else
+        themselves, which the next update donates."""
+        if self.optimizer.offload != "all":
+            return params
+        return jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind("device")), params)
 
     def _fresh(self, params: nnx.State) -> TrainState:
         params = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
@@ -267,12 +276,16 @@ def _update(
     )
     advantage = trees.advantage[samples.tree, samples.slot]
 
+    params = state.params
+    if learner.optimizer.offload == "all":
+        params = jax.device_put(params, jax.memory.Space.Device)
+
     # Σ gradients, in float32 as the weights are, divided once by Σ denominators.
     def accumulate(total, micro):
-        gradient, terms = jax.grad(functools.partial(_loss, learner), has_aux=True)(state.params, *micro, base)
+        gradient, terms = jax.grad(functools.partial(_loss, learner), has_aux=True)(params, *micro, base)
         return jax.tree.map(jnp.add, total, gradient), terms
 
-    zeros = jax.tree.map(jnp.zeros_like, state.params)
+    zeros = jax.tree.map(jnp.zeros_like, params)
     gradient, terms = _scan(accumulate, zeros, (samples, advantage), batch.filled)
     terms = jax.tree.map(lambda x: x.sum(0), terms)
     gradient = jax.tree.map(lambda g: g / terms.denominator, gradient)
@@ -282,8 +295,8 @@ def _update(
         # Not before the gradient is there: activations have gone by then.
         gradient, opt_state = jax.lax.optimization_barrier((gradient, opt_state))
         opt_state = jax.device_put(opt_state, jax.memory.Space.Device)
-    changes, opt_state = make_optimizer(learner.optimizer).update(gradient, opt_state, state.params)
-    new_state = TrainState(optax.apply_updates(state.params, changes), opt_state, state.step + 1)
+    changes, opt_state = make_optimizer(learner.optimizer).update(gradient, opt_state, params)
+    new_state = TrainState(optax.apply_updates(params, changes), opt_state, state.step + 1)
 
     tokens = terms.sums["tokens"]
     nodes = samples.valid.sum()

@@ -217,7 +217,8 @@ class _AgentPlan:
         batch = make_rows([prompt], [response], rows=count, longest=longest_sample(self.run), packed=packed)
         size = f"{count} rows x {batch.tokens.shape[1]:,} tokens"
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-        resident = (self.params, self.base)
+        # Master weights that lie in host memory are brought for it.
+        resident = (self.learner.abstract(self.params).params, self.base)
         arguments = (self.params, shapes, self.base)
         return self._program(
             "score", size, batch.tokens.size, jax.jit(self.learner.score), arguments, resident, self.learner

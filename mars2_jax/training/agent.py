@@ -267,7 +267,7 @@ class Agent:
 
     def set_params(self, params: nnx.State) -> None:
         """Decodes with these weights, or adapters, from now on; what it learns from stays."""
-        self.engine.set_params(self._complete(params))
+        self.engine.set_params(self._complete(self.learner.on_devices(params)))
 
     def _complete(self, params: nnx.State) -> nnx.State:
         """All that its engine needs, in the type that it computes in and where it decodes: cast and moved once, not in
@@ -309,7 +309,8 @@ class Agent:
         prompts = [c.prompt for _, _, c in written]
         responses = [c.tokens for _, _, c in written]
         longest = longest_sample(self._run)
-        old = self.learner.score_responses(self.state.params, prompts, responses, self.base, longest=longest)
+        params = self.learner.on_devices(self.state.params)
+        old = self.learner.score_responses(params, prompts, responses, self.base, longest=longest)
         reference: list[np.ndarray] | list[None] = [None] * len(written)
         updates = int(self.state.step)
         if self._reference is not None:
@@ -369,8 +370,8 @@ class Agent:
             self.state, metrics, advantages = self.learner.update(self.state, batch, self.base)
             several.append(metrics)
             updates += 1
-            if self._reference is not None:
-                self._reference.follow(updates, self.state.params)
+            if self._reference is not None and self._reference.due(updates):
+                self._reference.take(self.learner.on_devices(self.state.params))
         several, advantages = jax.device_get((several, advantages))
         self.set_params(self.state.params)
         means = {name: float(np.mean([metrics[name] for metrics in several])) for name in several[0]}

@@ -39,12 +39,15 @@ class Reference:
 
     def is_policy(self, updates: int) -> bool:
         """Whether an agent that has made so many updates still has these weights."""
-        return updates % self.every == 0 if self.every else updates == 0
+        return updates == 0 or self.due(updates)
 
-    def follow(self, updates: int, params: nnx.State) -> None:
-        """Takes the agent's weights after an update, its `updates`-th, if it is time."""
-        if self.every and updates % self.every == 0:
-            self.params = self._copy(params)
+    def due(self, updates: int) -> bool:
+        """Whether it is to become the weights of an agent that has made so many updates."""
+        return bool(self.every) and updates % self.every == 0
+
+    def take(self, params: nnx.State) -> None:
+        """Becomes a copy of these weights."""
+        self.params = self._copy(params)
 
     def score(
         self, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], *, longest: int

@@ -179,22 +179,23 @@ def test_responses_that_the_budget_cut_off_are_not_learned_from(folder, kl_in):
 @pytest.mark.parametrize("lora", [0, 3])
 def test_an_optimizer_in_host_memory_gives_the_same_bits(folder, tmp_path, lora):
     states = {}
-    for offload in ("none", "state"):
+    for offload in ("none", "state", "all"):
         agent, setup = make_agent(folder, lora=lora, offload=offload, train_batch_size=4, micro_batch_size=2)
         for step in (1, 2):
             write(agent, step)
             agent.update(setup.mesh)
-        kinds = {x.sharding.memory_kind for x in jax.tree.leaves(agent.state.opt_state) if x.ndim}
-        assert (kinds == {"pinned_host"}) == (offload == "state")
-        assert "pinned_host" not in {x.sharding.memory_kind for x in jax.tree.leaves(agent.state.params)}
+        kinds = lambda tree: {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.ndim}
+        assert (kinds(agent.state.opt_state) == {"pinned_host"}) == (offload != "none")
+        assert (kinds(agent.state.params) == {"pinned_host"}) == (offload == "all")
+        assert "pinned_host" not in kinds(agent.engine.params)
         states[offload] = bits(agent.state)
-    assert states["none"] == states["state"]
+    assert states["none"] == states["state"] == states["all"]
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, agent.checkpoint(), {"config": as_json(setup.config)})
     (again,) = setup.team()
     with Checkpointer(tmp_path, read_only=True) as checkpointer:
         again.restore(checkpointer.restore(again.abstract_checkpoint()).state)
-    assert bits(again.state) == states["state"]
+    assert bits(again.state) == states["none"]
     assert jax.tree.map(lambda x: x.sharding, again.state) == jax.tree.map(lambda x: x.sharding, agent.state)
 
 
@@ -204,6 +205,7 @@ def test_a_run_with_all_of_it_resumes_with_the_same_bits(tmp_path):
         config = tiny_config(tmp_path)
         config.learning.update(epochs=2, minibatches=2, max_staleness=5, reference_every=3, overlong_mask=True)
         config.agents.ann.optimizer.offload = "state"
+        config.agents.bob.optimizer.offload = "all"
         config.agents.bob.model.lora.rank = 2
         config.training.update(steps=steps, evaluate=False)
         return config
