@@ -290,10 +290,13 @@ def _update(
     terms = jax.tree.map(lambda x: x.sum(0), terms)
     gradient = jax.tree.map(lambda g: g / terms.denominator, gradient)
 
+    gradient_norm = optax.tree.norm(gradient)
+
     opt_state = state.opt_state
     if learner.optimizer.offload != "none":
-        # Not before the gradient is there: activations have gone by then.
-        gradient, opt_state = jax.lax.optimization_barrier((gradient, opt_state))
+        # Not before all of the gradient is there: activations have gone by then. The norm stands for it: a barrier
+        # before the gradient itself would change what is fused with it, and so the last bits.
+        opt_state, _ = jax.lax.optimization_barrier((opt_state, gradient_norm))
         opt_state = jax.device_put(opt_state, jax.memory.Space.Device)
     changes, opt_state = make_optimizer(learner.optimizer).update(gradient, opt_state, params)
     new_state = TrainState(optax.apply_updates(params, changes), opt_state, state.step + 1)
@@ -308,7 +311,7 @@ def _update(
     alive = batch.graded.any(-1)
     metrics = {name: total / tokens for name, total in terms.sums.items() if name != "tokens"} | {
         "loss": terms.numerator / terms.denominator,
-        "grad_norm": optax.tree.norm(gradient),
+        "grad_norm": gradient_norm,
         "reward_mean": node_mean(batch.reward[samples.tree, samples.slot]),
         "advantage_mean": mean,
         "advantage_std": jnp.sqrt(node_mean((advantage - mean) ** 2)),

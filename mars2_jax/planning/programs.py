@@ -32,7 +32,7 @@ from mars2_jax.rollout.engine import SHORTEST, prefill_rows
 from mars2_jax.roster import weight_owners
 from mars2_jax.training.agent import abstract_policy, engine_layout, longest_sample, longest_sequence, make_handover
 
-__all__ = ["Program", "Resident", "device_bytes", "team_programs"]
+__all__ = ["Program", "Resident", "device_bytes", "host_bytes", "team_programs"]
 
 _STOP_IDS = 2
 """End-of-turn tokens of a model. Their number is the tokenizer's, which is not read; it has no weight."""
@@ -46,11 +46,13 @@ class Resident:
       agent: whose they are; of what agents share, the first of them.
       what: what they are.
       bytes: on each device.
+      host_bytes: in the memory of the host, for each device.
     """
 
     agent: str
     what: str
     bytes: int
+    host_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,11 +81,16 @@ class Program:
 def device_bytes(tree: Any) -> int:
     """Bytes, on the device that has most of them, of arrays or their shapes, without padding. What lies in host memory
     is on no device."""
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        for x in jax.tree.leaves(tree)
-        if x.sharding.memory_kind != HOST_MEMORY
-    )
+    return sum(_part(x) for x in jax.tree.leaves(tree) if x.sharding.memory_kind != HOST_MEMORY)
+
+
+def host_bytes(tree: Any) -> int:
+    """Bytes in host memory, for the device that has most of them."""
+    return sum(_part(x) for x in jax.tree.leaves(tree) if x.sharding.memory_kind == HOST_MEMORY)
+
+
+def _part(x: Any) -> int:
+    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
 
 def team_programs(
@@ -179,7 +186,7 @@ class _AgentPlan:
             kept["engine weights"] = nnx.filter_state(self.engine, learned(self.lora))
         kept["key-value cache"] = self.cache
         kept["prefilled prompts"] = self._prompt_memory()
-        return [Resident(self.name, what, device_bytes(tree)) for what, tree in kept.items()]
+        return [Resident(self.name, what, device_bytes(tree), host_bytes(tree)) for what, tree in kept.items()]
 
     def _prompt_memory(self) -> Any:
         """The prompts that the engine keeps prefilled, one row each, when their room is full."""

@@ -104,7 +104,7 @@ def _loss_and_slope(arguments, config):
 
 
 @given(data=responses(), changes=options, order=st.permutations(range(RESPONSES)))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_every_loss_equals_the_loops_however_the_responses_are_laid_out(data, changes, order):
     config = learning(**changes)
     loops = functools.partial(reference.policy_loss, config=config, budget=BUDGET, weights_at=data["lp"])
@@ -252,7 +252,7 @@ def teams(draw):
 
 @pytest.mark.parametrize("changes", [SEQUENCES, BY_TOKEN], ids=["sequences", "by_token"])
 @given(team=teams(), data=st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_every_update_equals_the_loops_however_it_is_cut(changes, team, data):
     forest, samples = team
     want, loss = _gradient_of_the_loops(_learner(**changes), samples, forest)
