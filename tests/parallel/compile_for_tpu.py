@@ -49,7 +49,6 @@ def main() -> None:
         arguments={offload: one.argument_size_in_bytes for offload, one in memory.items()},
         in_host={offload: one.host_argument_size_in_bytes for offload, one in memory.items()},
         aliased={offload: one.host_alias_size_in_bytes for offload, one in memory.items()},
-        needed={offload: one.argument_size_in_bytes + one.temp_size_in_bytes for offload, one in memory.items()},
         whole=12 * CONFIG.parameters,
     )
     print(json.dumps(told))

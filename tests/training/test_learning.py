@@ -176,7 +176,7 @@ def test_responses_that_the_budget_cut_off_are_not_learned_from(folder, kl_in):
     assert write(whole, 1, finish) == 0 and len(whole.buffer) == 4
 
 
-@pytest.mark.parametrize("lora", [0, 3])
+@pytest.mark.parametrize("lora", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_an_optimizer_in_host_memory_gives_the_same_bits(folder, tmp_path, lora):
     states = {}
     for offload in ("none", "state", "all"):
