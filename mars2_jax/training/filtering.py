@@ -29,7 +29,7 @@ def telling_nodes(
 
     The advantages are those of an update (`response_advantages`), by the same function. So a tree is left out where all
     its graded nodes earned the same, whatever the estimator; with groups of one agent's nodes also where only those of
-    others differ.
+    others differ; and with `overlong_mask` where those with an advantage were all cut off by the budget.
 
     Args:
       written: by learner, the nodes that it would learn from.
@@ -39,9 +39,10 @@ def telling_nodes(
     """
     forest = stack_trees(list(trees.values()))
     advantage = dict(zip(trees, np.asarray(_advantages(forest, learning, budget)), strict=False))
+    learned = lambda completion: not (learning.overlong_mask and completion.finish == "length")
     telling = {}
     for name, nodes in written.items():
-        teaching = {tree for tree, slot, _ in nodes if advantage[tree][slot] != 0}
+        teaching = {tree for tree, slot, completion in nodes if advantage[tree][slot] != 0 and learned(completion)}
         telling[name] = [node for node in nodes if node[0] in teaching]
     return telling
 
