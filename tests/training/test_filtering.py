@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -88,6 +89,17 @@ def test_a_penalty_on_length_tells_trees_apart_that_the_grader_does_not():
     assert telling_nodes(nodes, trees, learning(), 8) == {"ann": []}
     penalized = telling_nodes(nodes, trees, learning(overlong_buffer=4, overlong_factor=1.0), 8)
     assert penalized == {"ann": [((3, 1), 1, None), ((3, 1), 2, None)]}
+
+
+def test_responses_that_are_masked_keep_no_tree():
+    """Slot 1 of either tree passes, alone. All responses of tree 1 were cut off by the budget."""
+    parent = np.asarray([[-1, 0, 0], [-1, 0, 0]], np.int32)
+    reward = np.asarray([[0, 1, 0], [0, 1, 0]], np.float32)
+    trees = as_trees((reward, parent, np.maximum(parent, -1), parent >= 0), [0, 1])
+    ended, cut = types.SimpleNamespace(finish="stop"), types.SimpleNamespace(finish="length")
+    nodes = [((3, 0), 1, ended), ((3, 0), 2, cut), ((3, 1), 1, cut), ((3, 1), 2, cut)]
+    assert telling_nodes({"ann": nodes}, trees, learning(), 8) == {"ann": nodes}
+    assert telling_nodes({"ann": nodes}, trees, learning(overlong_mask=True), 8) == {"ann": nodes[:2]}
 
 
 @pytest.mark.parametrize(
