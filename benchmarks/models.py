@@ -1,10 +1,11 @@
 """How fast are forward and backward passes beside Hugging Face's in PyTorch, and what does loading cost?
 
-    python benchmarks/models.py                       # SmolLM2-135M-Instruct and a random Qwen3 of 4 layers, 16 x 256
-    python benchmarks/models.py --rows 4 --repeats 3
+    launch/keep_memory.sh python benchmarks/models.py      # SmolLM2-135M-Instruct, a random Qwen3 of 4 layers; 16 x 256
+    launch/keep_memory.sh python benchmarks/models.py --rows 4 --repeats 3
 
 Both sides get the same checkpoint (which this program writes), the same tokens, float32 and all cores, and take turns,
-so that a busy machine slows both. `forward` makes the logits of every position; `backward` makes the mean negative
+so that a busy machine slows both. (Without keep_memory.sh much of the time is the system's, for memory that the other
+side has just given back.) `forward` makes the logits of every position; `backward` makes the mean negative
 log-likelihood of every next token and its gradient in every weight. A ratio above 1 means that JAX is faster: the
 median over the turns of PyTorch's time / JAX's. `difference` is the largest one between the two sides' logits, losses
 and gradients; that of a gradient is relative to the largest entry of its tensor.

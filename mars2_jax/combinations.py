@@ -22,6 +22,7 @@ def check_combinations(config: ConfigDict) -> None:
     if any(config.rollout.mesh.values()):
         _check_mesh("rollout.mesh", config.rollout.mesh.to_dict(), ", or all three 0 for config.mesh")
     check_roster(config, agent_config())
+    _check_data(config)
     _check_search(config)
     _check_grading(config.grading)
     _check_learning(config)
@@ -47,6 +48,26 @@ _READ_BY_OPTIMIZERS = {
 }
 
 
+def _check_data(config: ConfigDict) -> None:
+    data, learning = config.data, config.learning
+    defaults = default_config().data
+    if not data.dynamic_filtering:
+        _check_unread("data", data, defaults, "max_resamples", "dynamic_filtering is False")
+    elif learning.kl_coef and learning.kl_in == "reward":
+        raise ConfigError(
+            "config.data.dynamic_filtering is True, but with the KL in the reward (config.learning.kl_in is 'reward') "
+            "no response is like another, and it takes scores to tell: use kl_in='loss', or kl_coef=0"
+        )
+    if data.curriculum == "none":
+        for key in ("curriculum_low", "curriculum_high", "curriculum_floor", "curriculum_decay"):
+            _check_unread("data", data, defaults, key, "curriculum is 'none'")
+    elif data.curriculum_low > data.curriculum_high:
+        raise ConfigError(
+            f"config.data.curriculum_low is {data.curriculum_low}, above config.data.curriculum_high, which is "
+            f"{data.curriculum_high}: no pass rate lies between them"
+        )
+
+
 def _check_learning(config: ConfigDict) -> None:
     learning = config.learning
     defaults = default_config().learning
@@ -61,12 +82,13 @@ def _check_learning(config: ConfigDict) -> None:
                 "ratio: use 'ppo'"
             )
     if not learning.kl_coef:
-        for key in ("kl", "kl_in"):
+        for key in ("kl", "kl_in", "reference_every"):
             _check_unread("learning", learning, defaults, key, "kl_coef is 0")
-    if learning.train_batch_size % learning.micro_batch_size:
+    if learning.train_batch_size % (learning.minibatches * learning.micro_batch_size):
+        several = f"minibatches, which is {learning.minibatches}, times " if learning.minibatches > 1 else ""
         raise ConfigError(
             f"config.learning.train_batch_size is {learning.train_batch_size}; it must be a multiple of "
-            f"config.learning.micro_batch_size, which is {learning.micro_batch_size}"
+            f"{several}config.learning.micro_batch_size, which is {learning.micro_batch_size}"
         )
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     if learning.pack_tokens and learning.pack_tokens < longest:

@@ -96,6 +96,10 @@ def agent_config() -> ConfigDict:
                 # Of matrices, times the learning rate.
                 weight_decay=0.0,
                 max_grad_norm=1.0,
+                # What lies in host memory while the agent does not learn: "none"; "state", the moments, which are on
+                # the devices from when an update has its gradient to its end; or "all", the master weights too, which
+                # are there for scores and updates. The bits of the result are the same.
+                offload="none",
             ),
         )
     )
@@ -129,6 +133,22 @@ def default_config() -> ConfigDict:
                 public_tests=2,
                 # Problems (= trees) a training step, of all hosts together.
                 problems_per_step=4,
+                # Dynamic filtering (DAPO): an agent learns from no tree in which all its nodes have the advantage 0.
+                # They are neither scored nor put into its buffer, so its KL and entropy terms leave them out, too.
+                dynamic_filtering=False,
+                # Further rounds of a step, at most, in which other problems are drawn in the place of those whose trees
+                # taught no agent anything, as many as are missing; 0 goes on with fewer trees.
+                max_resamples=0,
+                # "pass_rate" passes over problems that are too easy or too hard, by the running share of their nodes
+                # that pass; "none" takes all, once an epoch.
+                curriculum="none",
+                # The band of pass rates to learn from, its ends within. What was never tried comes as if in the band.
+                curriculum_low=0.1,
+                curriculum_high=0.9,
+                # Share of the epochs in which a problem outside the band comes still.
+                curriculum_floor=0.1,
+                # rate <- decay * rate + (1 - decay) * (the share of a new tree's nodes that pass).
+                curriculum_decay=0.5,
             ),
             search=dict(
                 # Thompson sampling: "mars2" (the paper's), "rs2" (one agent). Flat, every node a child of the root:
@@ -238,9 +258,12 @@ def default_config() -> ConfigDict:
                 tis_mode="truncate",
                 # Drop a sequence that holds a token with a correction weight below this; 0 is off.
                 tis_veto=0.0,
-                # KL to the frozen reference: estimator "k1", "k2", "k3"; coefficient 0 keeps no reference.
+                # KL to the reference: estimator "k1", "k2", "k3"; coefficient 0 keeps no reference.
                 kl="k3",
                 kl_coef=1e-3,
+                # Updates of an agent after which its current weights become its reference: a copy, in the type that
+                # the model computes in, of all that it learns. 0 keeps the checkpoint's, which all agents share.
+                reference_every=0,
                 # Added to the "loss" of each token, or taken off the "reward" of a response, summed over its tokens.
                 kl_in="loss",
                 entropy_coef=0.0,
@@ -249,8 +272,17 @@ def default_config() -> ConfigDict:
                 # Penalty on the last `overlong_buffer` tokens of the budget, times `overlong_factor`; factor 0 is off.
                 overlong_buffer=0,
                 overlong_factor=0.0,
-                # Nodes an update; an agent whose buffer holds fewer waits.
+                # Learn nothing from responses that the budget cut off; in their trees they count as they do without.
+                overlong_mask=False,
+                # Nodes that are taken from an agent's buffer at a time; one whose buffer holds fewer waits.
                 train_batch_size=16,
+                # Passes over what was taken, and updates a pass, each from as many of the nodes, which are shuffled for
+                # every pass. Ratios stay relative to the weights that wrote the nodes.
+                epochs=1,
+                minibatches=1,
+                # Nodes that were written more than so many updates of the agent ago are dropped when nodes are taken;
+                # 0 keeps all.
+                max_staleness=0,
                 # Rows of one micro-batch.
                 micro_batch_size=4,
                 # Tokens of a row into which several samples are packed, none seeing another, in updates and scores; 0

@@ -17,6 +17,7 @@ from mars2_jax.errors import ConfigError
 __all__ = ["CHOICES", "RANGES", "check_key", "describe_type", "validate"]
 
 CHOICES = {
+    "data.curriculum": ("none", "pass_rate"),
     "search.strategy": ("mars2", "rs2", "flat_multi", "grpo", "best_first", "round_robin"),
     "search.order": ("agent_first", "node_first"),
     "search.posterior": ("beta", "gaussian"),
@@ -46,6 +47,7 @@ CHOICES = {
     "agents.*.model.lora.targets": ("attention", "mlp"),
     "agents.*.optimizer.name": ("adamw", "adafactor", "muon"),
     "agents.*.optimizer.schedule": ("constant", "cosine", "linear"),
+    "agents.*.optimizer.offload": ("none", "state", "all"),
     "agents.*.endpoint.token_limit": ("max_tokens", "max_completion_tokens"),
 }
 
@@ -55,6 +57,11 @@ RANGES: dict[str, tuple[str, float | None, float | None, str]] = {
     "data.limit": ("[", 0, None, ")"),
     "data.public_tests": ("[", 0, None, ")"),
     "data.problems_per_step": ("[", 1, None, ")"),
+    "data.max_resamples": ("[", 0, None, ")"),
+    "data.curriculum_low": ("[", 0, 1, "]"),
+    "data.curriculum_high": ("[", 0, 1, "]"),
+    "data.curriculum_floor": ("(", 0, 1, "]"),
+    "data.curriculum_decay": ("[", 0, 1, ")"),
     "search.nodes": ("[", 1, None, ")"),
     "search.max_depth": ("[", 0, None, ")"),
     "search.max_children": ("[", 0, None, ")"),
@@ -82,10 +89,14 @@ RANGES: dict[str, tuple[str, float | None, float | None, str]] = {
     "learning.tis_cap": ("(", 0, None, ")"),
     "learning.tis_veto": ("[", 0, 1, ")"),
     "learning.kl_coef": ("[", 0, None, ")"),
+    "learning.reference_every": ("[", 0, None, ")"),
     "learning.entropy_coef": ("[", 0, None, ")"),
     "learning.overlong_buffer": ("[", 0, None, ")"),
     "learning.overlong_factor": ("[", 0, None, ")"),
     "learning.train_batch_size": ("[", 1, None, ")"),
+    "learning.epochs": ("[", 1, None, ")"),
+    "learning.minibatches": ("[", 1, None, ")"),
+    "learning.max_staleness": ("[", 0, None, ")"),
     "learning.micro_batch_size": ("[", 1, None, ")"),
     "learning.pack_tokens": ("[", 0, None, ")"),
     "learning.scan_unroll": ("[", 0, None, ")"),

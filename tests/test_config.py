@@ -117,6 +117,10 @@ def test_a_value_of_another_type_is_refused(name, value):
         ("rollout.attention", "page", "it may be auto, xla, paged; did you mean paged?"),
         ("rollout.weights", "int4", "it may be model, int8; did you mean int8?"),
         ("learning.micro_batch_size", 3, "train_batch_size is 16; it must be a multiple of .*, which is 3"),
+        ("learning.minibatches", 8, "train_batch_size is 16; .* multiple of minibatches, which is 8, times .* is 4"),
+        ("learning.epochs", 0, "at least 1"),
+        ("learning.max_staleness", -1, "at least 0"),
+        ("agents.coder.optimizer.offload", "stat", "it may be none, state, all; did you mean state?"),
         ("learning.dual_clip", 1.1, "must be above 1 .+ config.learning.clip_high"),
         ("learning.overlong_factor", 1.0, "overlong_buffer is 0; .* between 1 and .*max_new_tokens, which is 256"),
         ("learning.tis_veto", 1e-4, "config.learning.tis is 'off'"),
@@ -155,9 +159,11 @@ def test_values_and_combinations_that_are_refused(key, value, message):
         ({"objective": "cispo", "dual_clip": 3.0}, "dual_clip is 3.0, but objective 'cispo' does not use it"),
         ({"objective": "cispo", "ratio": "gspo"}, "ratio is 'gspo', but objective 'cispo' weighs every token .*'ppo'"),
         ({"kl_coef": 0.0, "kl_in": "reward"}, "kl_in is 'reward', but kl_coef is 0: leave it at 'loss'"),
+        ({"kl_coef": 0.0, "reference_every": 5}, "reference_every is 5, but kl_coef is 0: leave it at 0"),
         ({"kl_coef": 0.0, "kl": "k1"}, "kl is 'k1', but kl_coef is 0: leave it at 'k3'"),
         ({"estimator": "rloo", "group": "tree_agent", "objective": "cispo", "kl_in": "reward", "kl": "k1"}, None),
         ({"gamma": 0.0, "scale": "none", "baseline": "leave_one_out", "pack_tokens": 1280}, None),
+        ({"epochs": 3, "minibatches": 4, "max_staleness": 12, "reference_every": 5, "overlong_mask": True}, None),
     ],
 )
 def test_options_of_learning_that_nothing_reads_are_refused(changes, message):

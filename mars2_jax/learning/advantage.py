@@ -18,10 +18,10 @@ from ml_collections import ConfigDict
 
 from mars2_jax.errors import ConfigError
 from mars2_jax.learning.groups import group_advantages, problem_advantages
-from mars2_jax.learning.rewards import shaped_rewards
+from mars2_jax.learning.rewards import overlong_penalty, shaped_rewards
 from mars2_jax.learning.subtrees import treepo_advantages, treerl_advantages
 
-__all__ = ["ESTIMATORS", "TreeAdvantages", "tree_advantages"]
+__all__ = ["ESTIMATORS", "TreeAdvantages", "response_advantages", "tree_advantages"]
 
 
 class TreeAdvantages(NamedTuple):
@@ -155,3 +155,41 @@ def tree_advantages(
         problem = jnp.arange(parent[..., 0].size).reshape(trees)
     forest = _Forest(jnp.where(graded, reward, 0.0), parent, agent, graded, problem)
     return ESTIMATORS[config.estimator](forest, config)
+
+
+def response_advantages(
+    reward: Float[Array, "*trees nodes"],
+    parent: Int[Array, "*trees nodes"],
+    agent: Int[Array, "*trees nodes"],
+    graded: Bool[Array, "*trees nodes"],
+    length: Int[Array, "*trees nodes"],
+    config: ConfigDict,
+    *,
+    budget: int,
+    problem: Int[Array, "*trees"] | None = None,
+    kl: Float[Array, "*trees nodes"] | None = None,
+) -> TreeAdvantages:
+    """What an update learns from: the advantages of rewards as they were earned, less the penalty on long responses
+    and, where the config takes it off the reward, the KL to the reference.
+
+    Args:
+      reward: as the grader's verdicts earned it. This, the next three, `config` and `problem` as in `tree_advantages`.
+      parent: see there.
+      agent: see there.
+      graded: see there.
+      length: tokens of each response.
+      config: the `learning` section.
+      budget: most tokens a response may have.
+      problem: see there.
+      kl: of each response to the reference, summed over its tokens.
+
+    Raises:
+      ValueError: the KL is to be taken off the reward, and is not there.
+    """
+    penalty = overlong_penalty(length, budget=budget, buffer=config.overlong_buffer, factor=config.overlong_factor)
+    reward = reward + penalty
+    if config.kl_in == "reward" and config.kl_coef:
+        if kl is None:
+            raise ValueError("learning.kl_in is 'reward', but the trees have no KL of their responses")
+        reward -= config.kl_coef * kl
+    return tree_advantages(reward, parent, agent, graded, config, problem=problem)

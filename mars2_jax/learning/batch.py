@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mars2_jax.learning.rows import Rows, check_row, in_rows, make_rows, pack, packed_length
 from mars2_jax.models.buckets import bucket
 
-__all__ = ["Sample", "SampleRows", "TreeArrays", "TreeBatch", "make_batch"]
+__all__ = ["Sample", "SampleRows", "TreeArrays", "TreeBatch", "make_batch", "stack_trees"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Sample:
       logprobs: float32[R], log-probabilities in the engine, at the sampling temperature.
       lp_old: float32[R], the same in the trainer, under the weights that wrote the response.
       lp_ref: float32[R], the same under the reference weights; None where the loss has no KL term.
+      written_at: updates that the weights had had which wrote it.
     """
 
     tree: Hashable
@@ -41,6 +42,7 @@ class Sample:
     logprobs: np.ndarray
     lp_old: np.ndarray
     lp_ref: np.ndarray | None = None
+    written_at: int = 0
 
     def __post_init__(self) -> None:
         check_row(self.prompt, self.tokens)
@@ -126,8 +128,9 @@ class TreeBatch:
     filled: Int[Array, ""] | None
 
 
-def _forest(trees: Sequence[TreeArrays]) -> dict[str, Any]:
-    """Stacks trees to [trees, nodes]; the number of trees is rounded up with trees that hold nothing."""
+def stack_trees(trees: Sequence[TreeArrays]) -> dict[str, Any]:
+    """The forest of a `TreeBatch` by the names of its fields: trees stacked to [trees, nodes], their number rounded up
+    with trees that hold nothing."""
     nodes, count = max(len(t.reward) for t in trees), bucket(len(trees), 4)
     empty = dict(reward=np.float32(0), parent=np.int32(-1), agent=np.int32(-1), graded=np.False_, length=np.int32(0))
     if any(tree.kl is not None for tree in trees):
@@ -179,6 +182,7 @@ def make_batch(
     longest: int | None = None,
     pack_tokens: int = 0,
     whole_problems: bool = False,
+    among: Sequence[Sample] | None = None,
 ) -> tuple[TreeBatch, list[Hashable]]:
     """Makes the batch of an agent's finished nodes, and of the whole trees they stand in, for one update.
 
@@ -189,6 +193,8 @@ def make_batch(
       longest: see `make_rows`.
       pack_tokens: tokens of a row into which several samples are packed; 0: a row each.
       whole_problems: take the other trees of the samples' problems along, for an estimator that compares with them.
+      among: the samples that these are a part of, each part of as many. The parts then have the same trees, in the same
+        order, and, save for what packing makes of them, the same shapes: one program, and one set of advantages.
 
     Returns:
       The batch (NumPy arrays), and the keys of its trees: tree i of the batch has key i of the list.
@@ -197,7 +203,8 @@ def make_batch(
       ValueError: no samples; a sample whose tree is missing or whose node is not graded; reference log-probabilities
         on some samples only, or the KL on some trees; a sample longer than `longest` or than a packed row.
     """
-    _check(samples, trees)
+    whole = samples if among is None else among
+    _check(whole, trees)
     prompts, responses = [s.prompt for s in samples], [s.tokens for s in samples]
     # Packed, the number of micro-batches differs from batch to batch: arrays are of a few sizes, and the update runs
     # over the micro-batches that are filled. There are never more than with a sample a row.
@@ -213,7 +220,14 @@ def make_batch(
     else:
         layout, micro, deepest = [[i] for i in range(len(samples))], most, 1
         count = micro * micro_batch_size
-        rows = make_rows(prompts, responses, rows=count, longest=longest)
+        rows = make_rows(
+            prompts,
+            responses,
+            rows=count,
+            longest=longest,
+            length=max(len(s.prompt) + len(s.tokens) for s in whole),
+            width=max(len(s.tokens) for s in whole),
+        )
 
     # The classes declare JAX arrays; on the host the fields hold NumPy's, and jit takes either.
     def split(x: np.ndarray) -> Any:
@@ -228,7 +242,7 @@ def make_batch(
             array[r, : len(row)] = [values[i] for i in row]
         return split(array)
 
-    keys = _keys(samples, trees, whole_problems)
+    keys = _keys(whole, trees, whole_problems)
     number = {key: i for i, key in enumerate(keys)}
     sample_rows = SampleRows(
         rows=jax.tree.map(split, rows),
@@ -239,5 +253,5 @@ def make_batch(
         slot=per_sample([sample.slot for sample in samples]),
         valid=per_sample([1] * len(samples)).astype(bool),
     )
-    forest = _forest([trees[key] for key in keys])
+    forest = stack_trees([trees[key] for key in keys])
     return TreeBatch(**forest, samples=sample_rows, filled=filled), keys

@@ -15,7 +15,11 @@ from optax import contrib
 
 from mars2_jax.errors import ConfigError
 
-__all__ = ["learning_rate", "make_optimizer", "state_shardings"]
+__all__ = ["HOST_MEMORY", "in_host_memory", "learning_rate", "make_optimizer", "state_shardings"]
+
+
+HOST_MEMORY = "pinned_host"
+"""JAX's name of the memory that offloaded arrays lie in: the host's, where devices can read it by themselves."""
 
 
 def learning_rate(config: ConfigDict, count: Int[Array, ""]) -> Float[Array, ""]:
@@ -168,6 +172,17 @@ def state_shardings(params: nnx.State, state: Any) -> Any:
         return whole
 
     return jax.tree_util.tree_map_with_path(place, state)
+
+
+def in_host_memory(tree: Any, shardings: Any) -> Any:
+    """Where arrays lie that are offloaded, as a tree of shardings: in the memory of the host that their devices are
+    attached to, split as they would be on these. Counts, which are single numbers, stay on the devices.
+
+    Args:
+      tree: arrays or shapes.
+      shardings: where they would lie on the devices, a tree like it.
+    """
+    return jax.tree.map(lambda x, s: s.with_memory_kind(HOST_MEMORY) if x.ndim else s, tree, shardings)
 
 
 def _reduced(weight: Any, shape: tuple[int, ...]) -> PartitionSpec:

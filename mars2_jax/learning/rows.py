@@ -93,6 +93,7 @@ def make_rows(
     rows: int | None = None,
     longest: int | None = None,
     packed: int = 0,
+    length: int = 0,
     width: int = 0,
 ) -> Rows:
     """Pads samples to token rows [rows, length] and the places of their response tokens [rows, response].
@@ -105,6 +106,7 @@ def make_rows(
       longest: tokens of the longest sequence that there will be, so that rows need not be much longer; None: not known.
       packed: tokens of every row, whose samples are segments of it; 0: a row holds one sample, and no more tokens than
         the longest of them needs.
+      length: tokens that a row of one sample has room for, at least; rounded up, as is what the longest has.
       width: response tokens that a row has room for, at least; rounded up, as is what the fullest has.
 
     Raises:
@@ -120,7 +122,7 @@ def make_rows(
     fullest = max(sum(len(prompts[i]) + len(responses[i]) for i in row) for row in layout)
     if packed and fullest > packed:
         raise ValueError(f"{fullest} tokens do not fit into a row of {packed}")
-    length = packed or bucket(fullest, _SHORTEST, longest)
+    length = packed or bucket(max(fullest, length), _SHORTEST, longest)
     most = max(sum(len(responses[i]) for i in row) for row in layout)
     width = min(bucket(max(most, width), _NARROWEST), length)
 

@@ -18,11 +18,11 @@ from ml_collections import ConfigDict, FrozenConfigDict
 
 from mars2_jax.errors import ConfigError
 from mars2_jax.learning.accumulate import sum_gradients
-from mars2_jax.learning.advantage import TreeAdvantages, tree_advantages
+from mars2_jax.learning.advantage import TreeAdvantages, response_advantages
 from mars2_jax.learning.batch import SampleRows, TreeBatch
 from mars2_jax.learning.logprobs import response_logprobs
 from mars2_jax.learning.loss import Member, PolicyTerms, policy_loss
-from mars2_jax.learning.optimizer import make_optimizer, state_shardings
+from mars2_jax.learning.optimizer import in_host_memory, make_optimizer, state_shardings
 from mars2_jax.learning.rewards import overlong_penalty
 from mars2_jax.learning.rows import Rows, make_rows, pack, packed_length
 from mars2_jax.models.decoder import Decoder
@@ -97,7 +97,7 @@ class Learner:
         """The state before the first update. The weights are copied: updates donate the state, and the weights that
         came in stay valid (for other agents, for one)."""
         state = self._fresh(params)
-        return jax.tree.map(jax.device_put, state, state_shardings(state.params, state))
+        return jax.tree.map(jax.device_put, state, self._places(state))
 
     def abstract(self, params: nnx.State) -> TrainState:
         """Shapes, types and shardings of what `init` would return; nothing is computed. `params` may be abstract."""
@@ -107,8 +107,24 @@ class Learner:
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             shape,
-            state_shardings(shape.params, shape),
+            self._places(shape),
         )
+
+    def _places(self, state: TrainState) -> TrainState:
+        """Where the arrays of a state lie between updates, as shardings; `state` may be abstract."""
+        places, offload = state_shardings(state.params, state), self.optimizer.offload
+        if offload != "none":
+            places = dataclasses.replace(places, opt_state=in_host_memory(state.opt_state, places.opt_state))
+        if offload == "all":
+            places = dataclasses.replace(places, params=in_host_memory(state.params, places.params))
+        return places
+
+    def on_devices(self, params: nnx.State) -> nnx.State:
+        """The weights of a state, where they can be computed with: a copy of those that lie in host memory, else
+        themselves, which the next update donates."""
+        if self.optimizer.offload != "all":
+            return params
+        return jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind("device")), params)
 
     def decoder(self, params: nnx.State, base: nnx.State | None = None) -> Decoder:
         """The decoder with these weights; `params` are adapters where there is a base."""
@@ -248,25 +264,39 @@ def _update(
     learner: Learner, state: TrainState, batch: TreeBatch, base: nnx.State | None
 ) -> tuple[TrainState, Metrics, TreeAdvantages]:
     config, samples = learner.learning, batch.samples
-    penalty = overlong_penalty(
-        batch.length, budget=learner.budget, buffer=config.overlong_buffer, factor=config.overlong_factor
+    trees = response_advantages(
+        batch.reward,
+        batch.parent,
+        batch.agent,
+        batch.graded,
+        batch.length,
+        config,
+        budget=learner.budget,
+        problem=batch.problem,
+        kl=batch.kl,
     )
-    reward = batch.reward + penalty
-    if config.kl_in == "reward" and config.kl_coef:
-        if batch.kl is None:
-            raise ValueError("learning.kl_in is 'reward', but the trees have no KL of their responses")
-        reward -= config.kl_coef * batch.kl
-    trees = tree_advantages(reward, batch.parent, batch.agent, batch.graded, config, problem=batch.problem)
     advantage = trees.advantage[samples.tree, samples.slot]
+
+    params = state.params
+    if learner.optimizer.offload == "all":
+        params = jax.device_put(params, jax.memory.Space.Device)
 
     # Σ gradients, in float32 as the weights are, divided once by Σ denominators.
     loss = lambda params, samples, advantage: _loss(learner, params, samples, advantage, base)
-    gradient, terms = sum_gradients(loss, state.params, (samples, advantage), batch.filled)
+    gradient, terms = sum_gradients(loss, params, (samples, advantage), batch.filled)
     terms = jax.tree.map(lambda x: x.sum(0), terms)
     gradient = jax.tree.map(lambda g: g / terms.denominator, gradient)
 
-    changes, opt_state = make_optimizer(learner.optimizer).update(gradient, state.opt_state, state.params)
-    new_state = TrainState(optax.apply_updates(state.params, changes), opt_state, state.step + 1)
+    gradient_norm = optax.tree.norm(gradient)
+
+    opt_state = state.opt_state
+    if learner.optimizer.offload != "none":
+        # Not before all of the gradient is there: activations have gone by then. The norm stands for it: a barrier
+        # before the gradient itself would change what is fused with it, and so the last bits.
+        opt_state, _ = jax.lax.optimization_barrier((opt_state, gradient_norm))
+        opt_state = jax.device_put(opt_state, jax.memory.Space.Device)
+    changes, opt_state = make_optimizer(learner.optimizer).update(gradient, opt_state, params)
+    new_state = TrainState(optax.apply_updates(params, changes), opt_state, state.step + 1)
 
     tokens = terms.sums["tokens"]
     nodes = samples.valid.sum()
@@ -278,7 +308,7 @@ def _update(
     alive = batch.graded.any(-1)
     metrics = {name: total / tokens for name, total in terms.sums.items() if name != "tokens"} | {
         "loss": terms.numerator / terms.denominator,
-        "grad_norm": optax.tree.norm(gradient),
+        "grad_norm": gradient_norm,
         "reward_mean": node_mean(batch.reward[samples.tree, samples.slot]),
         "advantage_mean": mean,
         "advantage_std": jnp.sqrt(node_mean((advantage - mean) ** 2)),

@@ -54,21 +54,33 @@ _ones = nnx.initializers.ones
 _zeros = nnx.initializers.zeros
 
 
+def _matmul(
+    x: Float[Array, "tokens in"], weight: Float[Array, "out in"], dtype: Any = None
+) -> Float[Array, "tokens out"]:
+    """x · weightᵀ, summed in `dtype` where it is given.
+
+    Two-dimensional on purpose. Of a weight with more axes XLA's CPU backend makes a transposed copy in every call, and
+    of activations with more it does so for the weight's gradient, which then contracts over two: a backward pass takes
+    half as long without. Callers flatten axes of which only the first may be sharded, so that shardings pass through
+    the reshape.
+    """
+    return jnp.einsum("ti,oi->to", x, weight, preferred_element_type=dtype)
+
+
 def _linear(
     x: Float[Array, "*batch in"],
     weight: Shaped[Array, "out in"],
     scale: nnx.Param | None,
     adapter: Adapter | None,
 ) -> Float[Array, "*batch out"]:
-    """x · weightᵀ, times the scales of a weight of int8 codes, and what the weight's adapter adds.
-
-    Two-dimensional on purpose: of a weight with more axes XLA's CPU backend makes a transposed copy in every call. The
-    callers flatten only axes that lie behind the one that may be sharded, so that shardings pass through the reshape.
-    """
-    y = jnp.einsum("...i,oi->...o", x, weight.astype(x.dtype))
+    """x · weightᵀ, times the scales of a weight of int8 codes, and what the weight's adapter adds."""
+    flat = x.reshape(-1, x.shape[-1])
+    y = _matmul(flat, weight.astype(x.dtype))
     if scale is not None:
         y = (y.astype(jnp.float32) * scale[...].reshape(-1)).astype(x.dtype)
-    return y if adapter is None else y + adapter(x)
+    if adapter is not None:
+        y = y + adapter(flat)
+    return y.reshape(*x.shape[:-1], -1)
 
 
 class RMSNorm(nnx.Module):
@@ -282,7 +294,8 @@ class Decoder(nnx.Module):
         if not few_tokens:
             # Gathered over fsdp here, or its gradient would gather the logits' cotangent of all rows instead.
             weight = constrain(weight, "vocab", None)
-        scores = jnp.einsum("...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32)
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        scores = _matmul(flat, weight, jnp.float32).reshape(*hidden.shape[:-1], -1)
         return constrain(scores, "rows", *(None,) * (scores.ndim - 2), "vocab") if scores.ndim > 1 else scores
 
 

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from ml_collections import FrozenConfigDict
 
 from mars2_jax.learning.batch import Sample, TreeArrays, TreeBatch, make_batch
+from mars2_jax.learning.optimizer import HOST_MEMORY
 from mars2_jax.learning.rows import make_rows, packed_length
 from mars2_jax.learning.update import Learner
 from mars2_jax.models import cache as kv
@@ -31,7 +32,7 @@ from mars2_jax.rollout.engine import SHORTEST, prefill_rows
 from mars2_jax.roster import weight_owners
 from mars2_jax.training.agent import abstract_policy, engine_layout, longest_sample, longest_sequence, make_handover
 
-__all__ = ["Program", "Resident", "device_bytes", "team_programs"]
+__all__ = ["Program", "Resident", "device_bytes", "host_bytes", "team_programs"]
 
 _STOP_IDS = 2
 """End-of-turn tokens of a model. Their number is the tokenizer's, which is not read; it has no weight."""
@@ -45,11 +46,13 @@ class Resident:
       agent: whose they are; of what agents share, the first of them.
       what: what they are.
       bytes: on each device.
+      host_bytes: in the memory of the host, for each device.
     """
 
     agent: str
     what: str
     bytes: int
+    host_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +79,18 @@ class Program:
 
 
 def device_bytes(tree: Any) -> int:
-    """Bytes, on the device that has most of them, of arrays or their shapes, without padding."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    """Bytes, on the device that has most of them, of arrays or their shapes, without padding. What lies in host memory
+    is on no device."""
+    return sum(_part(x) for x in jax.tree.leaves(tree) if x.sharding.memory_kind != HOST_MEMORY)
+
+
+def host_bytes(tree: Any) -> int:
+    """Bytes in host memory, for the device that has most of them."""
+    return sum(_part(x) for x in jax.tree.leaves(tree) if x.sharding.memory_kind == HOST_MEMORY)
+
+
+def _part(x: Any) -> int:
+    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
 
 def team_programs(
@@ -149,7 +162,9 @@ class _AgentPlan:
         """The checkpoint's weights that stay, shared by all agents that name it, see `training.agent.Weights`: under
         its adapters and as the reference of the KL term; for an engine that has nothing else, and under its adapters
         there. They are the same arrays if the engine's are not others."""
-        trains = self.config.trainable and (self.lora is not None or self.run.learning.kl_coef > 0)
+        learning = self.run.learning
+        reference = learning.kl_coef > 0 and not learning.reference_every
+        trains = self.config.trainable and (self.lora is not None or reference)
         decodes = not self.config.trainable or self.lora is not None
         plain, moved = "checkpoint's weights", "checkpoint's weights for engines"
         kept: dict[str, Any] = {}
@@ -166,10 +181,12 @@ class _AgentPlan:
             state = self.learner.abstract(self.params)
             kept["master weights"] = state.params
             kept["optimizer state"] = state.opt_state
+            if self.run.learning.reference_every:
+                kept["reference"] = jax.tree.map(lambda x: _shape(x, self.dtype, x.sharding), self.params)
             kept["engine weights"] = nnx.filter_state(self.engine, learned(self.lora))
         kept["key-value cache"] = self.cache
         kept["prefilled prompts"] = self._prompt_memory()
-        return [Resident(self.name, what, device_bytes(tree)) for what, tree in kept.items()]
+        return [Resident(self.name, what, device_bytes(tree), host_bytes(tree)) for what, tree in kept.items()]
 
     def _prompt_memory(self) -> Any:
         """The prompts that the engine keeps prefilled, one row each, when their room is full."""
@@ -207,7 +224,8 @@ class _AgentPlan:
         batch = make_rows([prompt], [response], rows=count, longest=longest_sample(self.run), packed=packed)
         size = f"{count} rows x {batch.tokens.shape[1]:,} tokens"
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-        resident = (self.params, self.base)
+        # Master weights that lie in host memory are brought for it.
+        resident = (self.learner.abstract(self.params).params, self.base)
         arguments = (self.params, shapes, self.base)
         return self._program(
             "score", size, batch.tokens.size, jax.jit(self.learner.score), arguments, resident, self.learner
@@ -225,7 +243,7 @@ class _AgentPlan:
         return self._program("update", size, batch.samples.rows.tokens.size, program, arguments, resident, self.learner)
 
     def _batch(self) -> TreeBatch:
-        """The largest batch: every sample the longest there may be, and no two of one tree."""
+        """The largest batch of an update: every sample the longest there may be, and no two of one tree."""
         count, nodes = self.run.learning.train_batch_size, self.run.search.nodes + 1
         prompt, response = self._longest_row()
         scores = np.zeros(len(response), np.float32)
@@ -236,11 +254,12 @@ class _AgentPlan:
         tree = TreeArrays(ones.astype(np.float32), ones, ones, ones.astype(bool), ones, kl=kl)
         samples = [Sample(i, 1, prompt, response, scores, scores, reference) for i in range(count)]
         batch, _ = make_batch(
-            samples,
+            samples[: count // self.run.learning.minibatches],
             dict.fromkeys(range(count), tree),
             micro_batch_size=self.run.learning.micro_batch_size,
             longest=longest_sample(self.run),
             pack_tokens=self.run.learning.pack_tokens,
+            among=samples,
         )
         shapes = jax.tree.map(lambda x: _shape(x, x.dtype, replicated(self.mesh)), batch)
         split = jax.tree.map(lambda x: _shape(x, x.dtype, rows(self.mesh, leading=1)), batch.samples)

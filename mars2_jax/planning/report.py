@@ -149,6 +149,9 @@ class Plan:
         for what in dict.fromkeys(resident.what for resident in self.residents):
             sizes = {resident.agent: resident.bytes for resident in self.residents if resident.what == what}
             table.add_row(what, *(_number(sizes[agent]) if agent in sizes else "" for agent in agents))
+        offloaded = {agent: sum(r.host_bytes for r in self.residents if r.agent == agent) for agent in agents}
+        if any(offloaded.values()):
+            table.add_row("in host memory", *(_number(offloaded[agent]) for agent in agents))
         return table
 
     def to_json(self) -> dict[str, Any]:

@@ -20,9 +20,9 @@ import collections
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -87,12 +87,20 @@ class Exploration:
       attempts: of each tree, slot -> what was written there and its grade. VOID nodes are in it, too.
       problems: the trees' problems.
       seconds: where the time went.
+      origin: the arguments that made the search, JSON-able.
     """
 
     forest: Forest
     attempts: list[dict[int, Attempt]]
     problems: Sequence[Problem]
     seconds: Seconds
+    origin: Mapping[str, Any]
+
+    def to_saved(self) -> SavedSearch:
+        """The same as a search to go on with, in which nothing is left to do: `explore` then asks nobody anything."""
+        forest = jax.device_get(self.forest)
+        ended = np.asarray(forest.size < forest.nodes)
+        return SavedSearch(self.origin, forest, self.attempts, open=[], ungraded=[], ended=ended)
 
 
 def explore(
@@ -103,6 +111,7 @@ def explore(
     *,
     key: PRNGKeyArray,
     tree_ids: Sequence[int] | None = None,
+    capacity: int | None = None,
     reward: str = "all",
     reward_tests: str = "all",
     progress: Callable[[int, int], None] | None = None,
@@ -127,6 +136,8 @@ def explore(
       key: a typed threefry key. Tree t with n slots in use selects with fold_in(fold_in(fold_in(key, 0), t), n), and
         its slot s is written with fold_in(fold_in(fold_in(key, 1), t), s), where t is its tree id.
       tree_ids: the trees' names in the key, distinct, below 2^31; None is 0, 1, 2, ...
+      capacity: trees that the arrays have room for; None is one a problem. It changes no result: searches of one
+        capacity share their compiled programs, whatever their numbers of trees.
       reward: what a grade earns, "all" or "fraction" (see `mars2_jax.grading.verdict.reward`).
       reward_tests: the tests that pay, "all" or "public". All tests are run in either case.
       progress: called with (nodes finished, nodes wanted) whenever verdicts were used. Trees that end early lower the
@@ -138,12 +149,12 @@ def explore(
       The full trees.
 
     Raises:
-      ValueError: for no problems or writers, tree ids that are not distinct, a key of another kind, or a saved search
-        that was made with other arguments.
+      ValueError: for no problems or writers, tree ids that are not distinct, no room for the trees, a key of another
+        kind, or a saved search that was made with other arguments.
       Suspended: on request. What it carries goes on in another process, too (`search.saved`): what was written is
         kept, half a response as well, and only what the grader had not answered is graded again.
     """
-    search = _Search(problems, writers, grader, config, key, tree_ids, (reward, reward_tests))
+    search = _Search(problems, writers, grader, config, key, tree_ids, capacity, (reward, reward_tests))
     if saved is not None:
         search.take_up(saved)
     search.expand()
@@ -178,13 +189,17 @@ class _Search:
         config: ConfigDict,
         key: PRNGKeyArray,
         tree_ids: Sequence[int] | None,
+        capacity: int | None,
         pay: tuple[str, str],
     ) -> None:
         if not problems or not writers:
             raise ValueError(f"a search needs problems and writers, got {len(problems)} and {len(writers)}")
-        self._tree_ids = np.asarray(range(len(problems)) if tree_ids is None else tree_ids, np.int32)
-        if len(self._tree_ids) != len(problems) or len(set(self._tree_ids.tolist())) != len(problems):
+        names = list(range(len(problems)) if tree_ids is None else tree_ids)
+        if len(names) != len(problems) or len(set(names)) != len(problems):
             raise ValueError(f"tree_ids must name each of the {len(problems)} trees differently, got {tree_ids}")
+        rows = len(problems) if capacity is None else capacity
+        if rows < len(problems):
+            raise ValueError(f"a capacity of {capacity} has no room for {len(problems)} trees")
         if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or jax.random.key_data(key).shape != (2,):
             raise ValueError(f"a search needs one typed threefry key, got {key}")
         self._problems, self._writers, self._grader, self._pay = problems, writers, grader, pay
@@ -194,20 +209,23 @@ class _Search:
         self._stop_when_solved = config.stop_when_solved
         shape = Shape(config.max_depth, config.max_children, config.guidance, config.guidance_decay)
         self._how = dict(order=config.order, posterior=config.posterior, strategy=config.strategy, shape=shape)
-        self._forest = empty(len(problems), config.nodes, len(writers))
+        self._tree_ids = np.zeros(rows, np.int32)
+        self._tree_ids[: len(problems)] = names
+        self._forest = empty(rows, config.nodes, len(writers))
         self._origin = {
             "problems": [problem.id for problem in problems],
-            "trees": self._tree_ids.tolist(),
+            "trees": self._tree_ids[: len(problems)].tolist(),
             "writers": [writer.name for writer in writers],
             "key": jax.random.key_data(key).tolist(),
             "config": config.to_dict(),
             "pay": list(pay),
         }
         # The host's own record of what the next move needs: reading it from the forest would wait for the device.
-        self._used = np.zeros(len(problems), np.int32)  # slots
-        self._busy = np.zeros(len(problems), np.int32)  # of these, not yet graded
-        self._ended = np.zeros(len(problems), bool)  # before all slots were used
-        self._stuck = np.zeros(len(problems), bool)  # nothing to expand before the next verdict
+        self._used = np.zeros(rows, np.int32)  # slots
+        self._busy = np.zeros(rows, np.int32)  # of these, not yet graded
+        # Before all slots were used; what no problem has a tree in never begins.
+        self._ended = np.arange(rows) >= len(problems)
+        self._stuck = np.zeros(rows, bool)  # nothing to expand before the next verdict
         self._open: dict[int, OpenNode] = {}  # by the writers' tickets
         self._awaited: collections.deque[_Awaited] = collections.deque()
         self._attempts: list[dict[int, Attempt]] = [{} for _ in problems]
@@ -291,8 +309,8 @@ class _Search:
                 grade = self._grader.wait(awaited.ticket)
             self._record(node, grade)
             if seen[node.tree] == len(rounds):
-                none = np.full(len(self._problems), -1, np.int32)
-                rounds.append((none, none.copy(), np.zeros(len(self._problems), np.float32)))
+                none = np.full(len(self._used), -1, np.int32)
+                rounds.append((none, none.copy(), np.zeros(len(self._used), np.float32)))
             observed, voided, rewards = rounds[seen[node.tree]]
             seen[node.tree] += 1
             earned = reward_of(grade, *self._pay)
@@ -307,27 +325,34 @@ class _Search:
         return bool(rounds)
 
     def result(self) -> Exploration:
-        return Exploration(self._forest, self._attempts, self._problems, self._seconds)
+        return Exploration(self._trees(), self._attempts, self._problems, self._seconds, self._origin)
+
+    def _trees(self) -> Forest:
+        """The forest without the rows that no problem has a tree in."""
+        trees = len(self._problems)
+        return self._forest if trees == len(self._used) else jax.tree.map(lambda x: x[:trees], self._forest)
 
     def suspend(self) -> SavedSearch:
         """Empties the writers and returns the state; the search is over."""
         responses = {t: c for writer in self._writers if writer.pending for t, c in writer.suspend().items()}
         return SavedSearch(
             origin=self._origin,
-            forest=jax.device_get(self._forest),
+            forest=jax.device_get(self._trees()),
             attempts=self._attempts,
             open=[dataclasses.replace(node, so_far=responses[ticket]) for ticket, node in self._open.items()],
             ungraded=[dataclasses.replace(a.node, ticks=a.due - self._tick) for a in self._awaited],
-            ended=self._ended,
+            ended=self._ended[: len(self._problems)],
         )
 
     def take_up(self, saved: SavedSearch) -> None:
         """Goes on with a saved search; this one has not begun."""
         saved.check(self._origin)
-        self._forest = jax.tree.map(jnp.asarray, saved.forest)
+        trees = len(self._problems)
+        refill = lambda room, rows: jnp.concatenate([jnp.asarray(rows), room[trees:]])
+        self._forest = jax.tree.map(refill, self._forest, saved.forest)
         self._attempts = [dict(attempts) for attempts in saved.attempts]
-        self._ended = saved.ended.copy()
-        self._used = np.array(saved.forest.size)
+        self._ended[:trees] = saved.ended
+        self._used[:trees] = np.asarray(saved.forest.size)
         self.finished = sum(len(attempts) for attempts in self._attempts)
         for node in saved.open:
             self._busy[node.tree] += 1

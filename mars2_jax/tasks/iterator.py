@@ -1,27 +1,46 @@
-"""The problems of training, step by step: shuffled by seed, shared out among hosts, resumed by state.
+"""The problems of training, draw by draw: shuffled by seed, shared out among hosts, resumed by state.
 
-A Grain pipeline. Its order is that of `mars2_jax.tasks.order`, a hash, and not Grain's own shuffle: it stays the same
-in every version of every library, and of one host it is what it always was.
+Without a curriculum it is a Grain pipeline. Its order is that of `mars2_jax.tasks.order`, a hash, and not Grain's own
+shuffle: it stays the same in every version of every library, and of one host it is what it always was. A curriculum
+takes from the same order what the pass rates of the moment say (`mars2_jax.tasks.curriculum`): nothing is read ahead.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import grain
+import numpy as np
 
 from mars2_jax.errors import ConfigError
+from mars2_jax.tasks.curriculum import Curriculum, PassRates, next_problems
 from mars2_jax.tasks.order import problem_order
 from mars2_jax.tasks.prepared import PreparedProblems
 from mars2_jax.tasks.problem import Problem
 
-__all__ = ["ProblemIterator"]
+__all__ = ["Draw", "ProblemIterator"]
 
 
 _ENDLESS = 1 << 40
-"""Problems; Grain's own endlessness overflows when it is cut into batches."""
+"""Problems; Grain's own endlessness is a number near the largest there is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """Some problems that were drawn, for one tree each.
+
+    Attributes:
+      indices: of all of them in the set, the same on every host.
+      places: which of them are this host's.
+      problems: those, in their order.
+    """
+
+    indices: tuple[int, ...]
+    places: tuple[int, ...]
+    problems: list[Problem]
 
 
 class _Ordered(grain.MapDataset[Problem]):
@@ -41,12 +60,12 @@ class _Ordered(grain.MapDataset[Problem]):
         return self._parent[epoch * len(self) + problem_order(len(self), self._seed, epoch)[place]]
 
 
-class ProblemIterator(Iterator[list[Problem]]):
-    """An endless iterator over the problems of one step after the other.
+class ProblemIterator:
+    """An endless supply of problems.
 
-    Every problem comes once before any comes again, in each epoch in another order; a step may span two epochs. Several
-    hosts share the problems of a step: together they have what one host alone would have, so that neither their number
-    nor a change of it changes what a run learns from.
+    Every problem comes once before any comes again, in each epoch in another order; a draw may span two epochs. With a
+    curriculum some are passed over. Several hosts share the problems of a draw: together they have what one host alone
+    would have, so that neither their number nor a change of it changes what a run learns from.
 
     Args:
       problems: to draw from.
@@ -54,6 +73,10 @@ class ProblemIterator(Iterator[list[Problem]]):
       seed: of the order.
       shard_index: this host's number, from 0.
       shard_count: number of hosts.
+      curriculum: which problems are passed over; None passes none.
+
+    Attributes:
+      share: problems of a step that are this host's; of a draw of fewer, no more than these.
 
     Raises:
       ConfigError: hosts cannot share the problems of a step evenly.
@@ -68,6 +91,7 @@ class ProblemIterator(Iterator[list[Problem]]):
         seed: int,
         shard_index: int = 0,
         shard_count: int = 1,
+        curriculum: Curriculum | None = None,
     ):
         if not problems:
             raise ValueError("need problems to iterate over")
@@ -76,24 +100,70 @@ class ProblemIterator(Iterator[list[Problem]]):
                 f"config.data.problems_per_step is {problems_per_step}; it must be a multiple of the number of hosts, "
                 f"which is {shard_count}"
             )
-        # One step ahead in a thread where problems have to be read and decoded first.
-        ahead = int(isinstance(problems, PreparedProblems))
-        options = grain.ReadOptions(num_threads=ahead, prefetch_buffer_size=ahead)
-        epochs = _ENDLESS // len(problems) + 1
-        steps = _Ordered(grain.MapDataset.source(problems), seed).repeat(epochs)[shard_index::shard_count]
-        steps = steps.batch(problems_per_step // shard_count, batch_fn=list)
-        self._steps = iter(steps.to_iter_dataset(options))
-        self._problems = problems
+        self._problems, self._per_step, self._seed = problems, problems_per_step, seed
+        self.share = problems_per_step // shard_count
+        self._shard, self._shards = shard_index, shard_count
+        self._curriculum, self._rates = curriculum, PassRates()
+        # In the order of all epochs: the next problem that is drawn, or passed over.
+        self._position = 0
+        self._ahead: Iterator[Problem] | None = None
+        if curriculum is None:
+            # One step ahead in a thread where problems have to be read and decoded first.
+            lazy = isinstance(problems, PreparedProblems)
+            options = grain.ReadOptions(num_threads=int(lazy), prefetch_buffer_size=self.share if lazy else 0)
+            epochs = _ENDLESS // len(problems) + 1
+            own = _Ordered(grain.MapDataset.source(problems), seed).repeat(epochs)[shard_index::shard_count]
+            self._ahead = iter(own.to_iter_dataset(options))
 
-    def __next__(self) -> list[Problem]:
-        return next(self._steps)
+    def draw(self, count: int) -> Draw:
+        """The next `count` problems, of all hosts together: a host has every `shard_count`-th of the order."""
+        start, size = self._position, len(self._problems)
+        if self._curriculum is None:
+            order = range(start, start + count)
+            indices = [problem_order(size, self._seed, place // size)[place % size] for place in order]
+            self._position += count
+        else:
+            indices, self._position = next_problems(size, self._seed, start, count, self._curriculum, self._rates)
+        places = tuple(i for i in range(count) if (start + i) % self._shards == self._shard)
+        if self._ahead is None:
+            problems = [self._problems[indices[i]] for i in places]
+        else:
+            problems = [next(self._ahead) for _ in places]
+        return Draw(tuple(indices), places, problems)
+
+    def observe(self, indices: Sequence[int], rates: Sequence[float | None]) -> dict[str, float]:
+        """Takes the pass rates of finished trees into the curriculum.
+
+        Args:
+          indices: of the trees' problems; the same, in the same order, on every host.
+          rates: of each tree, the share of its nodes that pass; None where nothing is known.
+
+        Returns:
+          Metrics: problems that were ever tried, and the share of these in the band; empty without a
+          curriculum.
+        """
+        if self._curriculum is None:
+            return {}
+        for index, rate in zip(indices, rates, strict=True):
+            if rate is not None:
+                self._rates.observe(index, rate, self._curriculum.decay)
+        return {
+            "curriculum/problems_tried": float(len(self._rates)),
+            "curriculum/in_band": self._rates.share(self._curriculum),
+        }
 
     def get_state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: plain JSON, the same on every host."""
-        return {"step": int(self._steps.get_state()["next_index"]), "problems": self._fingerprint()}
+        """What a checkpoint keeps: plain JSON, the same on every host. See `get_arrays`, too."""
+        return {"position": self._position, "problems": self._fingerprint()}
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on where the iterator was that gave `state`, whatever the number of hosts was then.
+    def get_arrays(self) -> dict[str, np.ndarray]:
+        """What a checkpoint keeps of the curriculum, if there is one, the same on every host."""
+        return {} if self._curriculum is None else self._rates.to_arrays()
+
+    def set_state(self, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
+        """Goes on where the iterator was that gave `state` and `arrays`, whatever the number of hosts was then.
+
+        Without arrays, what is known of the problems stays as it is.
 
         Raises:
           ConfigError: the problems are not those that it had.
@@ -104,7 +174,13 @@ class ProblemIterator(Iterator[list[Problem]]):
                 "the problems of config.data are not those that the run in this workdir was started with: put the "
                 "problem set back as it was, or choose another --workdir"
             )
-        self._steps.set_state({"next_index": int(state["step"])})
+        # Checkpoints of earlier versions count steps.
+        self._position = int(state["position"] if "position" in state else state["step"] * self._per_step)
+        if self._ahead is not None:
+            own = len(range(self._shard, self._position, self._shards))
+            self._ahead.set_state({"next_index": own})  # type: ignore[attr-defined]
+        if arrays:
+            self._rates = PassRates.from_arrays(arrays)
 
     def _fingerprint(self) -> str:
         """Of the problems' ids in their order."""

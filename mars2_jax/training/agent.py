@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -37,6 +37,8 @@ from mars2_jax.roster import is_served, weight_owner, weight_owners
 from mars2_jax.training.buffer import Buffer, TreeKey
 from mars2_jax.training.endpoint import EndpointAgent
 from mars2_jax.training.keys import adapter_key
+from mars2_jax.training.minibatches import minibatches
+from mars2_jax.training.reference import Reference
 from mars2_jax.training.writer import EngineWriter, Prompter
 
 __all__ = [
@@ -204,8 +206,8 @@ class Agent:
         self._handover = make_handover(decoder, run, model.mesh)
         # What lies under its adapters in the engine.
         self._engine_base = weights.rollout if lora else None
-        # The checkpoint's weights as the reference of the KL term, and what scores with them; shared, never a copy.
-        self._reference: tuple[Learner, nnx.State] | None = None
+        # None without a KL term.
+        self._reference: Reference | None = None
         start = weights.master
         if lora:
             adapters = nnx.state(decoder, nnx.LoRAParam)
@@ -235,10 +237,31 @@ class Agent:
         self._params_shape = _shapes(nnx.state(decoder, learned(lora)), model.mesh)
         if learn:
             assert start is not None
-            if run.learning.kl_coef > 0:
+            if every := run.learning.reference_every:
+                self._reference = Reference(self.learner, start, self.base, every=every, dtype=decoder.dtype)
+            elif run.learning.kl_coef > 0:
                 assert weights.base is not None
-                self._reference = learner(model.abstract()), weights.base
+                self._reference = Reference(learner(model.abstract()), weights.base)
             self.set_state(self.learner.init(start))
+
+    def checkpoint(self) -> dict[str, Any]:
+        """The arrays on the devices that its learning goes on from, by names that are the agent's own."""
+        saved: dict[str, Any] = {self.name: self.state}
+        if self._reference is not None and self._reference.every:
+            # No agent has a hyphen in its name.
+            saved[f"{self.name}-reference"] = self._reference.params
+        return saved
+
+    def abstract_checkpoint(self) -> dict[str, Any]:
+        """Shapes, types and shardings of what `checkpoint` returns."""
+        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        return jax.tree.map(shape, self.checkpoint())
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Goes on from what `checkpoint` returned, among that of others."""
+        if self._reference is not None and self._reference.every:
+            self._reference.params = saved[f"{self.name}-reference"]
+        self.set_state(saved[self.name])
 
     def set_state(self, state: TrainState) -> None:
         """Learns and decodes from this state on."""
@@ -247,7 +270,7 @@ class Agent:
 
     def set_params(self, params: nnx.State) -> None:
         """Decodes with these weights, or adapters, from now on; what it learns from stays."""
-        self.engine.set_params(self._complete(params))
+        self.engine.set_params(self._complete(self.learner.on_devices(params)))
 
     def _complete(self, params: nnx.State) -> nnx.State:
         """All that its engine needs, in the type that it computes in and where it decodes: cast and moved once, not in
@@ -266,58 +289,96 @@ class Agent:
         prompter = make_prompter(name, self._run, self.tokenizer, single=single)
         return EngineWriter(name, self._shared_engine.port(), self.tokenizer, prompter, sampling)
 
-    def remember(self, written: list[tuple[TreeKey, int, Completion]], trees: dict[TreeKey, TreeArrays]) -> None:
+    def remember(self, written: list[tuple[TreeKey, int, Completion]], trees: dict[TreeKey, TreeArrays]) -> int:
         """Puts graded nodes that its weights wrote into its buffer, scored under these and its reference weights.
 
         The current weights are those that wrote them: `lp_old` against the engine's own log-probabilities is the gap
-        between trainer and sampler and nothing else.
+        between trainer and sampler and nothing else. With `learning.overlong_mask`, nodes that the budget cut off are
+        left out (overlong filtering of DAPO, arXiv 2503.14476, section 3.4): they stand in their trees as all others
+        do, but neither in the loss nor in what it is divided by.
+
+        Returns:
+          How many were left out.
         """
         assert self.state is not None
+        learning = self._run.learning
+        kl_in_reward = bool(learning.kl_coef) and learning.kl_in == "reward"
+        kept = [node for node in written if not (learning.overlong_mask and node[2].finish == "length")]
+        masked = len(written) - len(kept)
+        # The KL is in the reward of every node of a tree, learned from or not.
+        written = written if kl_in_reward else kept
         if not written:
-            return
+            return masked
         prompts = [c.prompt for _, _, c in written]
         responses = [c.tokens for _, _, c in written]
         longest = longest_sample(self._run)
-        old = self.learner.score_responses(self.state.params, prompts, responses, self.base, longest=longest)
+        params = self.learner.on_devices(self.state.params)
+        old = self.learner.score_responses(params, prompts, responses, self.base, longest=longest)
         reference: list[np.ndarray] | list[None] = [None] * len(written)
+        updates = int(self.state.step)
         if self._reference is not None:
-            # Before the first update both are the same weights.
-            first = int(self.state.step) == 0
-            learner, weights = self._reference
-            reference = old if first else learner.score_responses(weights, prompts, responses, longest=longest)
+            same = self._reference.is_policy(updates)
+            reference = old if same else self._reference.score(prompts, responses, longest=longest)
         samples = [
-            Sample(tree, slot, c.prompt, c.tokens, c.logprobs, lp_old, lp_ref)
+            Sample(tree, slot, c.prompt, c.tokens, c.logprobs, lp_old, lp_ref, updates)
             for (tree, slot, c), lp_old, lp_ref in zip(written, old, reference, strict=True)
         ]
-        learning = self._run.learning
-        if learning.kl_coef and learning.kl_in == "reward":
+        if kl_in_reward:
             trees = _with_kl(trees, samples, learning.kl)
+            learned_from = {(tree, slot) for tree, slot, _ in kept}
+            samples = [sample for sample in samples if (sample.tree, sample.slot) in learned_from]
         self.buffer.add(samples, trees)
+        return masked
+
+    def drop_stale(self) -> int:
+        """Drops from the buffer what `learning.max_staleness` does not allow to learn from now; tells how many."""
+        assert self.state is not None
+        limit = self._run.learning.max_staleness
+        return self.buffer.drop(written_before=int(self.state.step) - limit) if limit else 0
 
     def update(self, mesh: Mesh) -> tuple[dict[str, float], list[TreeKey], TreeAdvantages]:
-        """One update from the oldest `train_batch_size` samples of the buffer.
+        """The updates from the oldest `train_batch_size` samples of the buffer: `learning.epochs` passes over them, of
+        `learning.minibatches` updates each.
+
+        All of them have the same trees, whole, and so the same advantages.
 
         Returns:
-          Metrics; the trees of the batch; the shaped rewards and advantages that were used, [trees, nodes], in their
-          order.
+          Metrics, means over the updates; the trees of the batch; the shaped rewards and advantages that were used,
+          [trees, nodes], in their order.
         """
         assert self.state is not None
         learning = self._run.learning
         samples, trees = self.buffer.take(learning.train_batch_size)
-        batch, keys = make_batch(
-            samples,
-            trees,
-            micro_batch_size=learning.micro_batch_size,
-            longest=longest_sample(self._run),
-            pack_tokens=learning.pack_tokens,
-            whole_problems=learning.estimator == "tree_grpo",
-        )
-        if mesh.size > 1:
-            batch = dataclasses.replace(batch, samples=jax.device_put(batch.samples, rows(mesh, leading=1)))
-        state, metrics, advantages = self.learner.update(self.state, batch, self.base)
-        metrics, advantages = jax.device_get((metrics, advantages))
-        self.set_state(state)
-        return {name: float(value) for name, value in metrics.items()}, keys, advantages  # type: ignore[return-value]
+        updates = int(self.state.step)
+        several = []
+        for part in minibatches(
+            len(samples),
+            epochs=learning.epochs,
+            parts=learning.minibatches,
+            seed=self._run.seed,
+            agent=self.name,
+            updates=updates,
+        ):
+            batch, keys = make_batch(
+                [samples[i] for i in part],
+                trees,
+                micro_batch_size=learning.micro_batch_size,
+                longest=longest_sample(self._run),
+                pack_tokens=learning.pack_tokens,
+                whole_problems=learning.estimator == "tree_grpo",
+                among=samples,
+            )
+            if mesh.size > 1:
+                batch = dataclasses.replace(batch, samples=jax.device_put(batch.samples, rows(mesh, leading=1)))
+            self.state, metrics, advantages = self.learner.update(self.state, batch, self.base)
+            several.append(metrics)
+            updates += 1
+            if self._reference is not None and self._reference.due(updates):
+                self._reference.take(self.learner.on_devices(self.state.params))
+        several, advantages = jax.device_get((several, advantages))
+        self.set_params(self.state.params)
+        means = {name: float(np.mean([metrics[name] for metrics in several])) for name in several[0]}
+        return means, keys, advantages  # type: ignore[return-value]
 
 
 class Role:
@@ -417,7 +478,9 @@ def build_team(run: FrozenConfigDict, files: dict[str, ModelFile], *, learn: boo
     owners = weight_owners(run.agents)
     learners = [agent.model for agent in owners.values() if learn and agent.trainable]
     masters = {model.path for model in learners if not model.lora.rank}
-    bases = {model.path for model in learners if model.lora.rank or run.learning.kl_coef > 0}
+    # Of a reference that is refreshed each agent has a copy of its own.
+    shared_reference = run.learning.kl_coef > 0 and not run.learning.reference_every
+    bases = {model.path for model in learners if model.lora.rank or shared_reference}
     weights = {}
     for path, file in files.items():
         handover = make_handover(file.abstract(), run, file.mesh)

@@ -21,7 +21,7 @@ _TREE_FIELDS = ("reward", "parent", "agent", "graded", "length")
 class Buffer:
     """A queue of samples, first in first out, with the trees they stand in.
 
-    A node is learned from once. Trees are kept as long as a sample of theirs, or of their problem, waits, since a
+    A node is taken once. Trees are kept as long as a sample of theirs, or of their problem, waits, since a
     node's advantage is relative to its whole tree, and may be to all trees of its problem.
     """
 
@@ -50,6 +50,14 @@ class Buffer:
         self._trees = _needed(self._samples, self._trees)
         return taken, trees
 
+    def drop(self, written_before: int) -> int:
+        """Removes the samples whose weights had had fewer updates than this when they wrote them; tells how many."""
+        kept = [sample for sample in self._samples if sample.written_at >= written_before]
+        dropped = len(self._samples) - len(kept)
+        if dropped:
+            self._samples, self._trees = kept, _needed(kept, self._trees)
+        return dropped
+
     def to_arrays(self) -> dict[str, np.ndarray]:
         """Everything as flat arrays, for a checkpoint: ragged ones joined, with their lengths."""
         samples, trees = self._samples, list(self._trees.items())
@@ -57,6 +65,7 @@ class Buffer:
         arrays: dict[str, np.ndarray] = {
             "tree": np.asarray([s.tree for s in samples], np.int64).reshape(-1, 2),
             "slot": np.asarray([s.slot for s in samples], np.int32),
+            "written_at": np.asarray([s.written_at for s in samples], np.int32),
             "prompt_length": np.asarray([len(s.prompt) for s in samples], np.int32),
             "response_length": np.asarray([len(s.tokens) for s in samples], np.int32),
             "has_reference": np.asarray([s.lp_ref is not None for s in samples], bool),
@@ -78,8 +87,12 @@ class Buffer:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Buffer:
-        """The buffer that `to_arrays` was called on."""
+        """The buffer that `to_arrays` was called on.
+
+        Checkpoints of earlier versions do not tell when a sample was written; it is then taken for as old as can be.
+        """
         buffer = cls()
+        written_at = arrays.get("written_at", np.zeros(len(arrays["tree"]), np.int32)).tolist()
 
         def split(name: str, lengths: np.ndarray) -> list[np.ndarray]:
             return np.split(arrays[name], np.cumsum(lengths)[:-1]) if len(lengths) else []
@@ -98,7 +111,8 @@ class Buffer:
             fields: dict[str, Any] = {name: values[i] for name, values in ragged.items()}
             if not arrays["has_reference"][i]:
                 fields["lp_ref"] = None
-            buffer._samples.append(Sample(tree=tuple(key), slot=int(arrays["slot"][i]), prompt=prompts[i], **fields))
+            fields |= dict(slot=int(arrays["slot"][i]), written_at=written_at[i])
+            buffer._samples.append(Sample(tree=tuple(key), prompt=prompts[i], **fields))
         return buffer
 
 

@@ -1,11 +1,12 @@
-"""The search that a run was stopped in, `<workdir>/pending_search_000002.npz`, for the run that goes on."""
+"""The search that a run was stopped in, `<workdir>/pending_search_000002.npz`, for the run that goes on. Its second
+round, if it came to one, is in `pending_search_000002_round_2.npz`, and so on."""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mars2_jax.errors import DataError
@@ -13,11 +14,11 @@ from mars2_jax.search.saved import SavedSearch, read_search, write_search
 
 __all__ = ["PendingSearch"]
 
-_NAME = re.compile(r"pending_search_(\d+)\.npz(\.tmp)?")
+_NAME = re.compile(r"pending_search_(\d+)(?:_round_(\d+))?\.npz(\.tmp)?")
 
 
 class PendingSearch:
-    """At most one search a training step, kept until a checkpoint holds what came of it.
+    """The rounds of at most one search a training step, kept until a checkpoint holds what came of it.
 
     Args:
       workdir: the run's directory.
@@ -26,27 +27,36 @@ class PendingSearch:
     def __init__(self, workdir: str | os.PathLike[str]):
         self._workdir = Path(workdir)
 
-    def path(self, step: int) -> Path:
-        """The file of the search of a training step."""
-        return self._workdir / f"pending_search_{step:06d}.npz"
+    def path(self, step: int, round_: int = 1) -> Path:
+        """The file of a round, from 1, of the search of a training step."""
+        suffix = f"_round_{round_}" if round_ > 1 else ""
+        return self._workdir / f"pending_search_{step:06d}{suffix}.npz"
 
-    def keep(self, step: int, saved: SavedSearch) -> None:
-        """Writes the suspended search of a step, all or nothing. Raises StorageError."""
-        write_search(self.path(step), saved)
+    def keep(self, step: int, rounds: Sequence[SavedSearch]) -> None:
+        """Writes the suspended search of a step, each round all or nothing, in order. Raises StorageError."""
+        for number, saved in enumerate(rounds, 1):
+            write_search(self.path(step, number), saved)
 
-    def of(self, step: int) -> SavedSearch | None:
-        """The search of a step; None where none was suspended, or the file is damaged (which is warned of)."""
-        if not self.path(step).exists():
-            return None
-        try:
-            return read_search(self.path(step))
-        except DataError as error:
-            logging.getLogger(__name__).warning("searching step %d anew: %s", step, error)
-            return None
+    def of(self, step: int) -> list[SavedSearch]:
+        """The rounds of the search of a step, up to the first that is not there or damaged (which is warned of). What
+        is kept of later ones is removed: a round follows from the one before it, to the bit."""
+        rounds: list[SavedSearch] = []
+        while (path := self.path(step, len(rounds) + 1)).exists():
+            try:
+                rounds.append(read_search(path))
+            except DataError as error:
+                where = f"step {step}" + f" from round {len(rounds) + 1}" * bool(rounds)
+                logging.getLogger(__name__).warning("searching %s anew: %s", where, error)
+                break
+        self._forget(lambda other, round_: other == step and round_ > len(rounds))
+        return rounds
 
     def forget(self, which: Callable[[int], bool]) -> None:
         """Removes the searches of the steps that `which` is true of."""
+        self._forget(lambda step, round_: which(step))
+
+    def _forget(self, which: Callable[[int, int], bool]) -> None:
         for path in self._workdir.glob("pending_search_*"):
             match = _NAME.fullmatch(path.name)
-            if match and which(int(match[1])):
+            if match and which(int(match[1]), int(match[2] or 1)):
                 path.unlink(missing_ok=True)

@@ -16,7 +16,16 @@ from mars2_jax.search.explore import Exploration
 from mars2_jax.search.forest import Status
 from mars2_jax.training.buffer import TreeKey
 
-__all__ = ["Node", "check_graded", "most_telling", "search_metrics", "tree_arrays", "tree_rows", "written_by"]
+__all__ = [
+    "Node",
+    "check_graded",
+    "most_telling",
+    "pass_rate",
+    "search_metrics",
+    "tree_arrays",
+    "tree_rows",
+    "written_by",
+]
 
 Node = tuple[TreeKey, int, Completion]
 """Tree, slot, and the tokens written there."""
@@ -54,6 +63,11 @@ def tree_arrays(exploration: Exploration, step: int) -> dict[TreeKey, TreeArrays
             problem=first.setdefault(exploration.problems[t].id, (step, t)),
         )
     return trees
+
+
+def pass_rate(tree: TreeArrays) -> float | None:
+    """Share of a tree's graded nodes that pass all the tests that pay; None where no node is graded."""
+    return float((tree.reward[tree.graded] >= 1).mean()) if tree.graded.any() else None
 
 
 def written_by(exploration: Exploration, agents: Collection[int], step: int) -> list[Node]:

@@ -17,7 +17,8 @@ from rich.progress import Progress as Bars
 from mars2_jax.errors import ConfigError, DataError, StorageError
 from mars2_jax.grading.calibrate import calibrate, with_cpu_limit
 from mars2_jax.grading.grader import Grader, check_comparators
-from mars2_jax.parallel.mesh import make_mesh, row_shards
+from mars2_jax.learning.optimizer import HOST_MEMORY
+from mars2_jax.parallel.mesh import make_mesh, platform, row_shards
 from mars2_jax.rollout.endpoint import check_endpoint
 from mars2_jax.rollout.types import SamplingParams
 from mars2_jax.roster import is_served, weight_owner, weight_owners
@@ -147,6 +148,7 @@ class Setup:
         mesh = make_mesh(config.mesh)
         if learn:
             check_rows(config, mesh)
+            check_offload(config, mesh)
         files = open_models(config, mesh)
         for name, agent in config.agents.items():
             if is_served(agent):
@@ -185,6 +187,21 @@ def check_rows(config: FrozenConfigDict, mesh: Mesh) -> None:
             f"config.learning.micro_batch_size is {config.learning.micro_batch_size}; it must be a multiple of "
             f"the mesh's data x fsdp = {shards}"
         )
+
+
+def check_offload(config: FrozenConfigDict, mesh: Mesh) -> None:
+    """Whether what is to lie in host memory can lie there.
+
+    Raises:
+      ConfigError: names the key.
+    """
+    memories = {memory.kind for memory in mesh.devices.flat[0].addressable_memories()}
+    for name, agent in weight_owners(config.agents).items():
+        if agent.optimizer.offload != "none" and HOST_MEMORY not in memories:
+            raise ConfigError(
+                f"config.agents.{name}.optimizer.offload is {agent.optimizer.offload!r}, but {platform(mesh)} devices "
+                f"here have no {HOST_MEMORY} memory (they have {', '.join(sorted(memories))}): set it to 'none'"
+            )
 
 
 def training_sampling(config: FrozenConfigDict) -> SamplingParams:

@@ -89,6 +89,7 @@ def fine_tune(config: FrozenConfigDict, workdir: str, agent: str | None = None, 
     console = console or Console()
     names = _chosen(config, agent)
     _check_batch(config)
+    _check_offload(config, names)
     root = pathlib.Path(workdir)
     if (root / "checkpoints").exists():
         raise ConfigError(f"--workdir={workdir} holds a training run: choose another")
@@ -145,6 +146,14 @@ def _chosen(config: FrozenConfigDict, agent: str | None) -> list[str]:
     if not config.agents[agent].trainable:
         raise ConfigError(f"--agent={agent} never learns: set config.agents.{agent}.trainable=True")
     return [agent]
+
+
+def _check_offload(config: FrozenConfigDict, names: list[str]) -> None:
+    for name in names:
+        if (offload := config.agents[name].optimizer.offload) != "none":
+            raise ConfigError(
+                f"config.agents.{name}.optimizer.offload is {offload!r}, which fine-tuning does not do: set 'none'"
+            )
 
 
 def _check_batch(config: FrozenConfigDict) -> None:

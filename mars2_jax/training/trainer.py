@@ -20,26 +20,18 @@ from mars2_jax.errors import ConfigError
 from mars2_jax.learning.batch import TreeArrays
 from mars2_jax.rollout.programs import compilations
 from mars2_jax.roster import weight_owner
-from mars2_jax.search.explore import Suspended, explore
+from mars2_jax.tasks.curriculum import Curriculum
 from mars2_jax.tasks.iterator import ProblemIterator
 from mars2_jax.tasks.problem import Problem
-from mars2_jax.training.agent import Agent, reset_engines
+from mars2_jax.training.agent import Agent
 from mars2_jax.training.buffer import Buffer, TreeKey
 from mars2_jax.training.checkpoint import Checkpointer
 from mars2_jax.training.evaluation import evaluate, searchable
-from mars2_jax.training.keys import step_key
 from mars2_jax.training.metrics import MetricsWriter
 from mars2_jax.training.pending import PendingSearch
 from mars2_jax.training.provenance import code_version
-from mars2_jax.training.records import (
-    Node,
-    check_graded,
-    most_telling,
-    search_metrics,
-    tree_arrays,
-    tree_rows,
-    written_by,
-)
+from mars2_jax.training.records import Node, most_telling, pass_rate, search_metrics, tree_rows, written_by
+from mars2_jax.training.searching import SuspendedStep, search_step
 from mars2_jax.training.setup import (
     Setup,
     calibrated,
@@ -49,7 +41,6 @@ from mars2_jax.training.setup import (
     eval_problems,
     start_grader,
     train_problems,
-    training_sampling,
 )
 from mars2_jax.training.stopping import Stopped, StopRequest, stop_on_sigterm
 from mars2_jax.training.trees import read_trees, trees_path, write_trees
@@ -145,6 +136,7 @@ class Trainer:
             seed=self.config.seed,
             shard_index=jax.process_index(),
             shard_count=jax.process_count(),
+            curriculum=Curriculum.from_config(self.config.data),
         )
         self.evaluations: dict[str, dict[str, float]] = {}
         # Metrics of the step just finished, its evaluation included.
@@ -162,7 +154,7 @@ class Trainer:
         steps = self.config.training.steps
         if self.step < steps:
             # A finished run is only shown again: that takes no room.
-            check_space(self.workdir, sum(x.nbytes for x in jax.tree.leaves([a.state for a in self.learners])))
+            check_space(self.workdir, sum(x.nbytes for x in jax.tree.leaves([a.checkpoint() for a in self.learners])))
         write_config(self.config, self.workdir)
         if self.saved is not None:
             self.console.print(f"resuming after step {self.step}", highlight=False)
@@ -209,36 +201,34 @@ class Trainer:
 
     def _train_step(self, progress: Progress, metrics: MetricsWriter) -> str:
         config, step = self.config, self.step + 1
-        position = self.problem_iterator.get_state()
-        chosen = next(self.problem_iterator)
-        reset_engines(self.team)
-        writers = [agent.writer(training_sampling(config)) for agent in self.team]
-        suspended, self.suspended = self.suspended, None
+        before = self.problem_iterator.get_state()
+        suspended, self.suspended = self.suspended, []
         try:
-            exploration = explore(
-                chosen,
-                writers,
+            found = search_step(
+                step,
+                config,
+                self.team,
+                {agent.name: voices for agent, voices in self._voices() if agent.state is not None},
+                self.problem_iterator,
                 self.grader,
-                config.search,
-                key=step_key(config.seed, step),
-                reward=config.grading.reward,
-                reward_tests=config.grading.reward_tests,
-                progress=progress.counter("search", len(chosen) * config.search.nodes),
                 saved=suspended,
                 suspend=lambda: self.stop.requested,
+                progress=progress,
             )
-        except Suspended as search:
-            self.problem_iterator.set_state(position)
+        except SuspendedStep as search:
+            self.problem_iterator.set_state(before)
             if self.saved != self.step:
                 self._save()
-            self.pending.keep(step, search.saved)
+            self.pending.keep(step, search.rounds)
             raise Stopped from None
-        check_graded(exploration)
         # A save that failed is told before more work is put on top of it.
         self.checkpointer.check()
+        exploration, trees = found.exploration, found.trees
         values = search_metrics(exploration)
+        if config.data.dynamic_filtering:
+            values |= {"search/trees": len(trees), "search/trees_dropped": found.dropped, "search/rounds": found.rounds}
+        values |= self.problem_iterator.observe(found.indices, [pass_rate(tree) for tree in trees.values()])
         started = time.perf_counter()
-        trees = tree_arrays(exploration, step)
         used: dict[TreeKey, tuple[np.ndarray, np.ndarray]] = {}
         for index, member in enumerate(self.team):
             written = written_by(exploration, {index}, step)
@@ -250,10 +240,12 @@ class Trainer:
         for agent, voices in self._voices():
             prefix = f"agent/{agent.name}"
             written = written_by(exploration, voices, step)
-            seconds = sum(writers[index].seconds for index in voices)
+            seconds = sum(found.seconds[index] for index in voices)
             values[f"{prefix}/tokens_per_second"] = _tokens(written) / max(seconds, 1e-9)
             if agent.state is not None:
-                agent.remember(written, trees)
+                masked = agent.remember(found.learned[agent.name], trees)
+                if config.learning.overlong_mask:
+                    values[f"{prefix}/masked_overlong"] = masked
                 update = self._update(agent, voices, trees, used)
                 values |= {f"{prefix}/{name}": value for name, value in update.items()}
                 values |= {f"{prefix}/updates": int(agent.state.step), f"{prefix}/buffer": len(agent.buffer)}
@@ -285,6 +277,7 @@ class Trainer:
         """All updates that the agent's buffer allows; the means of their metrics. Puts into `used` what they took for
         the rewards and advantages of this step's trees: for a node, in the end, the agent that wrote it."""
         collected: dict[str, list[float]] = defaultdict(list)
+        dropped = agent.drop_stale()
         while len(agent.buffer) >= self.config.learning.train_batch_size:
             update, keys, advantages = agent.update(self.mesh)
             for i, key in enumerate(keys):
@@ -295,10 +288,14 @@ class Trainer:
                     used[key] = shaped, advantage
             for name, value in update.items():
                 collected[name].append(value)
+            dropped += agent.drop_stale()
         # Of the nodes of this step, not of those that were updated from: counted by the caller.
         for name in ("nodes", "tokens", "reward_mean"):
             collected.pop(name, None)
-        return {name: float(np.mean(v)) for name, v in collected.items()}
+        values = {name: float(np.mean(v)) for name, v in collected.items()}
+        if self.config.learning.max_staleness:
+            values["dropped_stale"] = float(dropped)
+        return values
 
     def _evaluate(self, when: str, progress: Progress, metrics: MetricsWriter) -> None:
         """Scores the team now; `when` is "before" or "after" for what is shown at the end."""
@@ -324,13 +321,15 @@ class Trainer:
         host = {
             f"{agent.name}/{name}": array for agent in self.learners for name, array in agent.buffer.to_arrays().items()
         }
+        # No agent's name has a dot.
+        host |= {f"data.pass_rates/{name}": array for name, array in self.problem_iterator.get_arrays().items()}
         meta = {
             "config": as_json(self.config),
             "evaluations": self.evaluations,
             "problems": self.problem_iterator.get_state(),
             "code": code_version(),
         }
-        state = {agent.name: agent.state for agent in self.learners}
+        state = {name: tree for agent in self.learners for name, tree in agent.checkpoint().items()}
         self.checkpointer.save(self.step, state, meta, host, score=self.values.get(self.config.training.best_metric))
         self.saved = self.step
 
@@ -340,16 +339,16 @@ class Trainer:
 
     def _restore(self) -> int | None:
         """Takes up the newest whole checkpoint; returns its step, None where there is none yet."""
-        saved = self.checkpointer.restore({agent.name: agent.abstract_state() for agent in self.learners})
+        target = {name: tree for agent in self.learners for name, tree in agent.abstract_checkpoint().items()}
+        saved = self.checkpointer.restore(target)
         if saved is None:
             return None
+        kept = lambda name: {n.removeprefix(f"{name}/"): a for n, a in saved.host.items() if n.startswith(f"{name}/")}
         for agent in self.learners:
-            agent.set_state(saved.state[agent.name])
-            prefix = f"{agent.name}/"
-            arrays = {n.removeprefix(prefix): a for n, a in saved.host.items() if n.startswith(prefix)}
-            agent.buffer = Buffer.from_arrays(arrays)
+            agent.restore(saved.state)
+            agent.buffer = Buffer.from_arrays(kept(agent.name))
         # Checkpoints of earlier versions hold no state of the iterator: it has made a step for each of the run's.
-        self.problem_iterator.set_state(saved.meta.get("problems", {"step": saved.step}))
+        self.problem_iterator.set_state(saved.meta.get("problems", {"step": saved.step}), kept("data.pass_rates"))
         if saved.meta["config"]["eval"] == as_json(self.config)["eval"]:
             self.evaluations = dict(saved.meta["evaluations"])
         if saved.step < self.config.training.steps:

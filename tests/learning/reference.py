@@ -134,7 +134,7 @@ def overlong(length, budget, buffer, factor):
 
 def policy_loss(lp, lp_old, lp_roll, lp_ref, entropy, advantage, mask, config, budget, weights_at=None):
     """Loss of a whole batch of rows [B, R] (lists or arrays), one response each, as one number. `weights_at`: where
-    CISPO's weights, which have no gradient, are taken; None is `lp`."""
+    what has no gradient is taken, CISPO's weights and the sequence ratio of GSPO-token; None is `lp`."""
     fixed = np.asarray(lp if weights_at is None else weights_at, np.float64)
     arrays = (lp, lp_old, lp_roll, lp_ref, entropy, advantage)
     lp, lp_old, lp_roll, lp_ref, entropy, advantage = (np.asarray(x, np.float64).tolist() for x in arrays)
@@ -143,11 +143,11 @@ def policy_loss(lp, lp_old, lp_roll, lp_ref, entropy, advantage, mask, config, b
     for b in rows:
         steps = [t for t in range(len(lp[b])) if mask[b][t]]
         n = len(steps)
-        mean_log = sum(lp[b][t] - lp_old[b][t] for t in steps) / n
+        mean_log = sum(fixed[b][t] - lp_old[b][t] for t in steps) / n
         gap = {t: lp_old[b][t] - lp_roll[b][t] for t in steps}
         vetoed = bool(config.tis_veto) and any(math.exp(d) < config.tis_veto for d in gap.values())
         for t in steps:
-            log_w = lp[b][t] - lp_old[b][t] if config.ratio == "ppo" else mean_log
+            log_w = lp[b][t] - lp_old[b][t] if config.ratio == "ppo" else mean_log + lp[b][t] - fixed[b][t]
             w = math.exp(log_w)
             a = advantage[b]
             objective = min(w * a, min(max(w, 1 - config.clip_low), 1 + config.clip_high) * a)

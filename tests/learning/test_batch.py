@@ -96,6 +96,17 @@ def test_packed_samples_keep_their_nodes_and_their_numbers():
     assert tokens[1, 0, :13].tolist() == [*range(50, 58), *range(50, 55)]
 
 
+def test_parts_of_a_batch_have_one_shape_and_all_of_its_trees():
+    trees = {"a": _tree(4), "b": _tree(6), "unused": _tree(2)}
+    samples = [_sample("a", 1, 40, 3), _sample("b", 2, 3, 90)]
+    parts = [make_batch([sample], trees, micro_batch_size=1, among=samples) for sample in samples]
+    shapes = [[x.shape for x in jax.tree.leaves(batch)] for batch, _ in parts]
+    assert shapes[0] == shapes[1] and [keys for _, keys in parts] == [["a", "b"]] * 2
+    assert parts[1][0].samples.tree.tolist() == [[[1]]] and parts[1][0].samples.slot.tolist() == [[[2]]]
+    alone, _ = make_batch(samples[:1], trees, micro_batch_size=1)
+    assert alone.samples.rows.tokens.shape < parts[0][0].samples.rows.tokens.shape
+
+
 def test_the_batches_of_a_run_have_few_shapes():
     """Of 80 updates from packed rows and 80 from a row each, 64 nodes of many lengths; the longest sample is known."""
     rng = np.random.default_rng(0)

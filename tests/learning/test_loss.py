@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mars2_jax.errors import ConfigError
+from mars2_jax.learning.advantage import tree_advantages
 from mars2_jax.learning.loss import (
     aggregate,
     cispo_objective,
@@ -18,6 +19,7 @@ from mars2_jax.learning.loss import (
     rollout_weights,
 )
 from tests.learning import reference
+from tests.learning.forests import GOLDEN
 from tests.learning.forests import learning as _config
 
 ROWS, WIDTH, BUDGET = 5, 6, 10
@@ -96,12 +98,8 @@ def test_policy_loss_equals_the_loops_packed_or_not(changes):
 
 @pytest.mark.parametrize("changes", _OPTIONS, ids=lambda c: "-".join(str(v) for v in c.values()))
 def test_gradient_of_the_policy_loss(changes):
-    """Against central differences of the loops, in float64. GSPO-token puts on each token what the loops,
-    which differentiate the sequence ratio, put on all tokens of a row: the two agree only where these weigh the same,
-    so the rollout weights are left out there."""
+    """Against central differences of the loops, in float64."""
     config = _config(**changes)
-    if config.ratio == "gspo":
-        config = _config(**(changes | dict(tis="off", tis_veto=0.0)))
     data = _data(7)
 
     def loss(lp):
@@ -170,6 +168,60 @@ def test_cispo_by_hand():
     # Clipped tokens keep a gradient, that of lp.
     slope = jax.grad(lambda x: cispo_objective(x, x, -2 * np.ones((1, 5)), **options).value.sum())(lp)
     np.testing.assert_allclose(slope, -2 * weight, rtol=1e-6)
+
+
+# On the tree of `forests`, agent 0 wrote slots 1, 5 and 7; by rloo their advantages are 1/2, 1/2 and -2/3. With these
+# ratios of their tokens J is, with the clip at 0.8 and 1.28:
+#   1: 1.5 -> min(0.75, 0.64) = 0.64;  0.5 -> min(0.25, 0.4) = 0.25      5: 0.5 -> 0.25
+#   7: 0.5 -> min(-1/3, -0.8 · 2/3) = -0.533333;  1 -> -0.666667
+GOLDEN_RATIOS = {1: [1.5, 0.5], 5: [0.5], 7: [0.5, 1.0]}
+GOLDEN_LOSSES = [
+    # -(0.64 + 0.25 + 0.25 - 0.533333 - 0.666667)/5
+    (dict(), 0.012),
+    # -(0.445 + 0.25 - 0.6)/3
+    (dict(aggregation="seq_mean"), -0.0316667),
+    # -(0.89 + 0.25 - 1.2)/10/3
+    (dict(aggregation="seq_mean_token_sum_norm"), 0.002),
+    # s = √0.75, 0.5, √0.5: J of each of their tokens 0.433013, 0.25, min(-0.471405, -0.533333)
+    (dict(ratio="gspo"), -(2 * 0.433013 + 0.25 - 2 * 0.533333) / 5),
+    (dict(ratio="gspo", aggregation="seq_mean"), -(0.433013 + 0.25 - 0.533333) / 3),
+    # Bounded weight · A · lp, lp = log ratio - 1: 1.28 · 0.5 · -0.594535, 0.8 · 0.5 · -1.693147 twice,
+    # 0.8 · -2/3 · -1.693147, 1 · -2/3 · -1
+    (dict(objective="cispo"), -(-0.380502 - 0.677259 - 0.677259 + 0.903012 + 0.666667) / 5),
+    # The reference is twice as sure of every token: d = log 2.
+    (dict(kl="k1", kl_coef=0.1), 0.012 - 0.0693147),
+    (dict(kl="k2", kl_coef=0.1), 0.012 + 0.0240227),
+    (dict(kl="k3", kl_coef=0.1), 0.012 + 0.0306853),
+    # Slot 5 was sampled at a third of the trainer's probability: its 0.25 counts 3 times, bounded by 2, or not at all.
+    (dict(tis="token"), -(0.64 + 0.25 + 0.5 - 1.2) / 5),
+    (dict(tis="token", tis_mode="mask"), -(0.64 + 0.25 - 1.2) / 5),
+    (dict(tis="token", tis_cap=4.0), -(0.64 + 0.25 + 0.75 - 1.2) / 5),
+    # Entropies of 0.5 each.
+    (dict(entropy_coef=0.2), 0.012 - 0.1),
+]
+
+
+@pytest.mark.parametrize("changes, want", GOLDEN_LOSSES)
+def test_golden_losses(changes, want):
+    config = _config(**(dict(estimator="rloo", kl_coef=0.0) | changes))
+    slots = list(GOLDEN_RATIOS)
+    advantage = np.asarray(tree_advantages(*GOLDEN, config).advantage)[slots, None]
+    np.testing.assert_allclose(advantage[:, 0], [1 / 2, 1 / 2, -2 / 3], atol=1e-6)
+    member = np.array([[True, True], [True, False], [True, True]])[:, None]
+    log_ratios = np.log([np.resize(GOLDEN_RATIOS[slot], 2) for slot in slots]).astype(np.float32)
+    old = np.full((3, 2), -1, np.float32)
+    terms = policy_loss(
+        old + log_ratios,
+        np.full((3, 2), 0.5, np.float32),
+        lp_old=old,
+        lp_roll=old - np.log([[1], [3], [1]]).astype(np.float32),
+        lp_ref=old + log_ratios + np.float32(math.log(2)),
+        advantage=advantage,
+        member=member,
+        config=config,
+        budget=BUDGET,
+    )
+    np.testing.assert_allclose(terms.numerator / terms.denominator, want, atol=2e-6)
 
 
 def test_rollout_weights_by_hand():

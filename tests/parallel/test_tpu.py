@@ -28,4 +28,9 @@ def test_an_update_compiles_for_tpu_with_splash_attention():
     # kernel is not run again.
     assert told["kernels"] == 3
     # Weights and both moments lie in eighths; the tiles that small arrays are padded to take the rest.
-    assert told["whole"] / 8 < told["arguments"] < 1.5 * told["whole"] / 8
+    assert told["whole"] / 8 < told["arguments"]["none"] < 1.5 * told["whole"] / 8
+    # Offloaded, the moments are two thirds of it, and the weights the rest; they are updated in place there, too.
+    share = {offload: told["arguments"][offload] / told["arguments"]["none"] for offload in told["arguments"]}
+    assert share["state"] < 0.4 and share["all"] < 0.1
+    assert told["in_host"]["none"] == 0 and told["in_host"]["all"] > 1.4 * told["in_host"]["state"] > 0
+    assert told["aliased"] == told["in_host"]

@@ -158,6 +158,32 @@ def test_four_agents_with_adapters_keep_one_base(tmp_path):
     assert [(p.kind, len(p.agents)) for p in programs] == [("prefill", 4), ("decode", 4), ("score", 4), ("update", 4)]
 
 
+def test_what_is_offloaded_is_on_no_device(tmp_path):
+    run = ConfigDict(tiny(tmp_path).to_dict())
+    run.mesh.update(data=1, fsdp=1, tensor=1)
+    shape, _ = model_shape(str(tmp_path))
+    mesh = make_mesh(run.mesh, jax.devices()[:1])
+
+    def planned(offload):
+        run.agents.author.optimizer.offload = offload
+        programs, residents = team_programs(FrozenConfigDict(run), dict.fromkeys(run.agents, shape), mesh)
+        mine = {r.what: (r.bytes, r.host_bytes) for r in residents if r.agent == "author"}
+        return mine["master weights"], mine["optimizer state"], {p.kind: p.resident for p in programs}
+
+    weights, counts = 4 * shape.parameters, 8
+    assert planned("none")[:2] == ((weights, 0), (2 * weights + counts, 0))
+    assert planned("state")[:2] == ((weights, 0), (counts, 2 * weights))
+    assert planned("all")[:2] == ((0, weights), (counts, 2 * weights))
+    # Scores and updates bring what they need and does not stay.
+    before, after = planned("none")[2], planned("all")[2]
+    assert before["score"] - after["score"] == weights
+    assert before["update"] - after["update"] == 3 * weights
+    run.learning.reference_every = 5
+    assert planned("none")[2] == before
+    _, residents = team_programs(FrozenConfigDict(run), dict.fromkeys(run.agents, shape), mesh)
+    assert ("author", "reference", weights) in [(r.agent, r.what, r.bytes) for r in residents]
+
+
 def test_roles_on_one_set_of_weights_cost_nothing_more(tmp_path):
     run = ConfigDict(tiny(tmp_path).to_dict())
     run.mesh.update(data=1, fsdp=1, tensor=1)

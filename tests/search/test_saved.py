@@ -11,7 +11,7 @@ import pytest
 from mars2_jax.config import default_config
 from mars2_jax.errors import DataError, StorageError
 from mars2_jax.rollout.types import Completion
-from mars2_jax.search.explore import Suspended, explore
+from mars2_jax.search.explore import Suspended, _expand, explore
 from mars2_jax.search.saved import read_search, write_search
 from mars2_jax.search.writer import Draft
 from tests.search.test_explore import KEY, ScriptedGrader, ScriptedWriter, equal, problem
@@ -66,6 +66,30 @@ def test_a_search_that_is_suspended_again_and_again_ends_as_one_that_is_not(chan
     assert steps == sum(writer.steps for writer in writers), "something was written twice"
     assert set(graded) == {text for tree in texts(whole) for text in tree.values()}
     assert list(tmp_path.iterdir()) == [tmp_path / "search.npz"]
+
+
+def test_room_for_more_trees_changes_nothing(tmp_path):
+    """Fewer trees in the programs of more, suspended too."""
+    whole = run(team(), ScriptedGrader(), trees=3)
+    run(team(), ScriptedGrader(), trees=5)
+    compiled = _expand._cache_size()
+    roomy = run(team(), ScriptedGrader(), trees=3, capacity=5)
+    result, _, _ = interrupted(tmp_path / "search.npz", trees=3, capacity=5)
+    for other in (roomy, result):
+        assert equal(other, whole) and other.forest.trees == 3 and len(other.attempts) == 3
+    assert _expand._cache_size() == compiled
+    with pytest.raises(ValueError, match="capacity of 2 has no room for 3 trees"):
+        run(team(), ScriptedGrader(), trees=3, capacity=2)
+
+
+@pytest.mark.parametrize("changes", [{}, dict(stop_when_solved=True), dict(max_depth=1, max_children=3)])
+def test_a_finished_search_is_taken_up_and_asks_nobody(changes, tmp_path):
+    whole = run(team(), ScriptedGrader(infra=4), search=changes)
+    write_search(tmp_path / "s.npz", whole.to_saved())
+    writers, grader = team(), ScriptedGrader(infra=4)
+    again = run(writers, grader, search=changes, saved=read_search(tmp_path / "s.npz"), suspend=lambda: True)
+    assert equal(again, whole)
+    assert not grader.submitted and not any(writer.steps for writer in writers)
 
 
 def test_several_open_nodes_a_tree_survive_too(tmp_path):
