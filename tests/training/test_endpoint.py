@@ -29,7 +29,8 @@ from mars2_jax.training.export import export_agent
 from mars2_jax.training.setup import Setup
 from mars2_jax.validation import validate
 from tests.rollout.chat_server import Answer, failed, said, serving
-from tests.training.test_trainer import ROOT, run
+from tests.training.dying import ROOT
+from tests.training.test_trainer import run
 from tests.training.tiny_team import ANSWERS, tiny_config, write_model
 
 pytest.importorskip("openai", reason="needs the extra endpoint")

@@ -29,7 +29,8 @@ from mars2_jax.training.trees import read_trees, trees_path
 from mars2_jax.validation import validate
 from tests.learning import reference
 from tests.learning.forests import forests, learning
-from tests.training.test_trainer import ROOT, assert_same_bits, final_state, run
+from tests.training.dying import ROOT
+from tests.training.test_trainer import assert_same_bits, final_state, run
 from tests.training.tiny_team import ANSWERS, tiny_config
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
