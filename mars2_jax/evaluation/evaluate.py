@@ -11,7 +11,8 @@ from ml_collections import ConfigDict
 from mars2_jax.errors import DataError
 from mars2_jax.evaluation.passk import best_attempt, pass_at_k, solves
 from mars2_jax.grading.verdict import Verdict
-from mars2_jax.search.explore import Exploration, Grader, explore
+from mars2_jax.search.explore import Exploration, Grader
+from mars2_jax.search.shares import explore_together
 from mars2_jax.search.writer import Writer
 from mars2_jax.tasks.problem import Problem
 
@@ -43,6 +44,7 @@ def evaluate_agent(
     *,
     key: PRNGKeyArray,
     progress: Progress | None = None,
+    suspend: Callable[[], bool] | None = None,
 ) -> Scores:
     """Pass@1 of one agent: one answer to each problem, judged by all its tests.
 
@@ -53,12 +55,13 @@ def evaluate_agent(
       search: the section `search` of the config.
       key: for the answers; a greedy writer does not use it.
       progress: called with (answers done, answers wanted).
+      suspend: asked again and again; when it says True, the evaluation ends with `search.explore.Suspended`.
 
     Raises:
       DataError: the grader could judge none of the problems.
     """
     one = _with(search, strategy="grpo", nodes=1)
-    exploration = explore(problems, [writer], grader, one, key=key, progress=progress)
+    exploration = explore_together(problems, [writer], grader, one, key=key, progress=progress, suspend=suspend)
     grades = [tree[1].grade for tree in exploration.attempts]
     judged = [g for g in grades if g.verdict is not Verdict.INFRA]
     _require(judged, writer.name)
@@ -75,6 +78,7 @@ def evaluate_team(
     nodes: int,
     key: PRNGKeyArray,
     progress: Progress | None = None,
+    suspend: Callable[[], bool] | None = None,
 ) -> Scores:
     """Pass@1(MCTS) and Pass@N of a test-time search.
 
@@ -88,6 +92,7 @@ def evaluate_team(
       nodes: nodes a tree.
       key: of the search.
       progress: called with (nodes done, nodes wanted).
+      suspend: as in `evaluate_agent`.
 
     Raises:
       DataError: a problem without public tests, or the grader could judge none.
@@ -97,7 +102,7 @@ def evaluate_team(
             raise DataError(
                 f"problem {problem.id!r} has no public tests to guide a search: set config.eval.search_nodes=0"
             )
-    exploration = explore(
+    exploration = explore_together(
         problems,
         writers,
         grader,
@@ -106,6 +111,7 @@ def evaluate_team(
         reward="fraction",
         reward_tests="public",
         progress=progress,
+        suspend=suspend,
     )
     chosen = [(best_attempt(tree.values()), tree) for tree in exploration.attempts]
     judged = [(best, tree) for best, tree in chosen if best is not None]

@@ -26,6 +26,7 @@ from mars2_jax.learning.optimizer import in_host_memory, make_optimizer, state_s
 from mars2_jax.learning.rewards import overlong_penalty
 from mars2_jax.learning.rows import Rows, make_rows, pack, packed_length
 from mars2_jax.models.decoder import Decoder
+from mars2_jax.parallel.exchange import to_host
 
 __all__ = ["Learner", "Metrics", "TrainState"]
 
@@ -167,7 +168,7 @@ class Learner:
             few = layout[start : start + size]
             options = dict(packed=capacity, width=width) if capacity else dict(longest=longest)
             rows = make_rows(prompts, responses, layout=few, rows=size, **options)
-            lp = np.asarray(self.score(params, rows, base))
+            lp = to_host(self.score(params, rows, base))
             for r, row in enumerate(few):
                 ends = np.cumsum([len(responses[i]) for i in row])
                 for i, part in zip(row, np.split(lp[r], ends), strict=False):

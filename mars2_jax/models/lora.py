@@ -18,6 +18,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Key
 from ml_collections import ConfigDict, FrozenConfigDict
 
+from mars2_jax.parallel.exchange import put
+
 __all__ = ["Adapter", "Lora", "adapter", "fresh_adapters", "learned", "merge_lora"]
 
 _SUFFIX = "_lora"
@@ -106,7 +108,7 @@ def fresh_adapters(abstract: nnx.State, key: Key[Array, ""], shardings: nnx.Stat
             value = np.asarray(_start_a(jax.random.fold_in(key, index), variable.shape, jnp.float32))
         else:
             value = np.zeros(variable.shape, np.float32)
-        made.append((path, variable.replace(jax.device_put(value, place[path].get_value()))))
+        made.append((path, variable.replace(put(value, place[path].get_value()))))
     return nnx.from_flat_state(made)
 
 

@@ -3,6 +3,9 @@
 Weights and activations name their axes ("embed", "rows", ...); where those lie is decided here and nowhere else. The
 mesh is in context: a command enters `jax.set_mesh(mesh)` once, and `constrain` and the attention kernels ask for it.
 Engines, which may have a mesh of their own over the same devices, enter that for each of their calls.
+
+Of several processes (see `parallel.hosts`) the mesh of the training has the devices of all, those of a process side by
+side, and each engine's those of its own process.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ __all__ = [
     "MESH_AXES",
     "RULES",
     "constrain",
+    "hosts_mesh",
+    "local_mesh",
     "make_mesh",
     "param_shardings",
     "partition_spec",
@@ -58,13 +63,16 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = N
 
     Args:
       sizes: of the axes.
-      devices: None are all there are.
+      devices: None are all there are, of all processes.
       key: where `sizes` comes from, for the message.
 
     Raises:
       ConfigError: the sizes do not multiply to the number of devices.
     """
-    devices = list(jax.devices() if devices is None else devices)
+    if devices is None:
+        # Processes lie along the outer axes: what tensor parts exchange in every layer stays within one.
+        devices = sorted(jax.devices(), key=lambda device: device.process_index)
+    devices = list(devices)
     shape = [sizes[axis] for axis in MESH_AXES]
     if shape.count(-1) > 1 or any(n < 1 and n != -1 for n in shape):
         raise ConfigError(f"config.{key} {dict(sizes)}: sizes are positive, at most one of them -1")
@@ -72,19 +80,56 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = N
     shape = [len(devices) // known if n == -1 else n for n in shape]
     if int(np.prod(shape)) != len(devices):
         raise ConfigError(f"config.{key} {dict(sizes)} does not cover {len(devices)} devices: make the product equal")
-    return Mesh(np.asarray(devices).reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    return _mesh(np.asarray(devices).reshape(shape), MESH_AXES)
+
+
+def _mesh(devices: np.ndarray, axes: Sequence[str]) -> Mesh:
+    return Mesh(devices, axes, axis_types=(AxisType.Auto,) * len(axes))
 
 
 def rollout_mesh(sizes: Mapping[str, int], training: Mesh) -> Mesh:
-    """The mesh on which engines decode: of the training's devices, in the same order; that mesh itself where all sizes
-    are 0.
+    """The mesh on which engines decode: of the training's devices that belong to this process, in the same order. Where
+    all sizes are 0, its part of the training's mesh: with one process, that mesh itself.
 
     Raises:
-      ConfigError: as `make_mesh`.
+      ConfigError: as `make_mesh`; or the sizes are 0 and the part of a process is no mesh.
     """
+    own = jax.process_count() > 1
     if not any(sizes.values()):
-        return training
-    return make_mesh(sizes, list(training.devices.flat), key="rollout.mesh")
+        return local_mesh(training) if own else training
+    devices = [d for d in training.devices.flat if not own or d.process_index == jax.process_index()]
+    return make_mesh(sizes, devices, key="rollout.mesh")
+
+
+def local_mesh(mesh: Mesh) -> Mesh:
+    """The part of a mesh of all processes that lies on this one.
+
+    Raises:
+      ConfigError: some process's devices are no block of the mesh, or of another shape than this one's.
+    """
+    owner = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
+    parts = {}
+    for process in range(jax.process_count()):
+        places = np.argwhere(owner == process)
+        low, high = places.min(0), places.max(0) + 1
+        parts[process] = mesh.devices[tuple(slice(*ends) for ends in zip(low, high, strict=True))]
+        if parts[process].size != len(places) or parts[process].shape != parts[0].shape:
+            raise ConfigError(
+                f"config.rollout.mesh is all zeros, but of config.mesh {dict(mesh.shape)} process {process} of "
+                f"{jax.process_count()} has no part that is a mesh like those of the others: set config.rollout.mesh, "
+                f"for the {len(places)} devices of a process"
+            )
+    return _mesh(parts[jax.process_index()], MESH_AXES)
+
+
+def hosts_mesh(local: Mesh, training: Mesh) -> Mesh:
+    """The meshes `local` of all processes as one, with the axis "hosts" before the others, over the devices of
+    `training` in their order: what is not split over "hosts" is what each process would have alone."""
+    devices = list(training.devices.flat)
+    count = len(devices) // local.size
+    if [d.process_index for d in devices] != [i for i in range(count) for _ in range(local.size)]:
+        raise ValueError("the devices of a process must lie side by side in the mesh, see make_mesh")
+    return _mesh(np.asarray(devices).reshape(count, *local.devices.shape), ("hosts", *MESH_AXES))
 
 
 def platform(where: Mesh | Sharding) -> str:

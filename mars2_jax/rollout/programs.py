@@ -64,7 +64,7 @@ def empty_slots(count: int) -> Slots:
         made=fill(0, np.int32),
         budget=fill(0, np.int32),
         active=fill(0, bool),
-        key=jnp.zeros((count, 2), jnp.uint32),
+        key=np.zeros((count, 2), np.uint32),
         sampler=SamplerRows(
             temperature=fill(1, np.float32),
             top_k=fill(0, np.int32),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 import jax
 import numpy as np
@@ -18,7 +19,15 @@ from mars2_jax.rollout.types import Completion
 from mars2_jax.search.forest import Forest, empty
 from mars2_jax.search.writer import Attempt, Draft
 
-__all__ = ["OpenNode", "SavedSearch", "UngradedNode", "read_search", "write_search"]
+__all__ = [
+    "OpenNode",
+    "SavedSearch",
+    "UngradedNode",
+    "read_search",
+    "search_from_bytes",
+    "search_to_bytes",
+    "write_search",
+]
 
 _FORMAT = 1
 
@@ -122,6 +131,18 @@ def write_search(path: str | os.PathLike[str], saved: SavedSearch) -> None:
     Raises:
       StorageError: the disk is full, or the directory cannot be written.
     """
+    with replacing(path) as file:
+        _write(file, saved)
+
+
+def search_to_bytes(saved: SavedSearch) -> bytes:
+    """What `write_search` writes."""
+    file = io.BytesIO()
+    _write(file, saved)
+    return file.getvalue()
+
+
+def _write(file: IO[bytes], saved: SavedSearch) -> None:
     completions = _Completions()
 
     def draft(d: Draft) -> dict[str, Any]:
@@ -157,8 +178,7 @@ def write_search(path: str | os.PathLike[str], saved: SavedSearch) -> None:
     arrays |= {f"forest/{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(saved.forest))}
     # A program may hold half a surrogate pair, which only ASCII JSON can carry.
     text = np.frombuffer(json.dumps(document).encode("ascii"), np.uint8)
-    with replacing(path) as file:
-        np.savez(file, document=text, ended=saved.ended, **arrays)  # type: ignore[arg-type]
+    np.savez(file, document=text, ended=saved.ended, **arrays)  # type: ignore[arg-type]
 
 
 def read_search(path: str | os.PathLike[str]) -> SavedSearch:
@@ -167,9 +187,18 @@ def read_search(path: str | os.PathLike[str]) -> SavedSearch:
     Raises:
       DataError: no such file, or not one of these.
     """
+    return _read(path, str(path))
+
+
+def search_from_bytes(data: bytes) -> SavedSearch:
+    """The search that `search_to_bytes` wrote. Raises DataError."""
+    return _read(io.BytesIO(data), "what was received")
+
+
+def _read(file: str | os.PathLike[str] | IO[bytes], path: str) -> SavedSearch:
     try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = dict(file)
+        with np.load(file, allow_pickle=False) as archive:
+            arrays = dict(archive)
         document = json.loads(arrays["document"].tobytes())
         if document["format"] != _FORMAT:
             raise DataError(f"{path} is a saved search of another version ({document['format']}): start it anew")

@@ -28,6 +28,7 @@ from mars2_jax.models.files import find, open_checkpoint
 from mars2_jax.models.lora import Lora, fresh_adapters, learned
 from mars2_jax.models.tokenizer import ChatTokenizer, load_tokenizer
 from mars2_jax.models.weights import abstract_decoder, check_tensors, load
+from mars2_jax.parallel.exchange import put, to_host
 from mars2_jax.parallel.mesh import param_shardings, platform, rollout_mesh, rows
 from mars2_jax.rollout.engine import Engine
 from mars2_jax.rollout.handover import Handover
@@ -369,13 +370,13 @@ class Agent:
                 among=samples,
             )
             if mesh.size > 1:
-                batch = dataclasses.replace(batch, samples=jax.device_put(batch.samples, rows(mesh, leading=1)))
+                batch = dataclasses.replace(batch, samples=put(batch.samples, rows(mesh, leading=1)))
             self.state, metrics, advantages = self.learner.update(self.state, batch, self.base)
             several.append(metrics)
             updates += 1
             if self._reference is not None and self._reference.due(updates):
                 self._reference.take(self.learner.on_devices(self.state.params))
-        several, advantages = jax.device_get((several, advantages))
+        several, advantages = to_host((several, advantages))
         self.set_params(self.state.params)
         means = {name: float(np.mean([metrics[name] for metrics in several])) for name in several[0]}
         return means, keys, advantages  # type: ignore[return-value]

@@ -3,14 +3,18 @@
 A checkpoint is one Orbax step directory, `checkpoints/<step>/`, of four items:
 
 - `state`: a pytree of arrays (weights, optimizer states, ...), in Orbax's sharded array format.
-- `host`: a flat dict of NumPy arrays of any length (buffers of finished nodes, ...), one .npz file for each process.
-  Lengths differ from step to step, so these arrays have no abstract target that `state` could be restored into.
+- `host`: a flat dict of NumPy arrays of any length (buffers of finished nodes, ...), one .npz file. Lengths differ from
+  step to step, so these arrays have no abstract target that `state` could be restored into.
 - `meta`: a dict of plain JSON (step counts, the resolved config, ...).
 - `seal`: the SHA-256 of every file of the other three.
 
 Orbax writes into a temporary directory and renames it when all is there, so a killed save leaves nothing that looks
 like a checkpoint. The seal covers what happens to the files later: array files have no checksums of their own, and a
 damaged one may well be read without an error.
+
+Of several processes each writes and reads its own parts of `state`; `host` and `meta`, which are the same in all, are
+process 0's to write. The folder is one that all see. All call the same methods in the same order, and process 0 says
+which checkpoint is whole. As many processes as there are may go on from it.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from orbax.checkpoint import checkpoint_managers as preservation
 
 from mars2_jax.errors import ConfigError, DataError, StorageError
 from mars2_jax.files import storage
+from mars2_jax.parallel.exchange import from_leader, leads
 
 __all__ = ["Checkpoint", "Checkpointer"]
 
@@ -158,7 +163,7 @@ class Checkpointer:
         for newer in self._steps():
             if newer < step:
                 break
-            if self._damage(newer) is None:
+            if leads() and self._damage(newer) is None:
                 raise ValueError(f"a checkpoint of step {newer} exists in {self.directory}; cannot save step {step}")
             # Left by a run that then fell back to an older checkpoint; in the way of this one.
             self._manager.delete(newer)
@@ -169,6 +174,8 @@ class Checkpointer:
             seal=_SealSave(),
         )
         measured = {} if score is None or not math.isfinite(score) else {self.best_metric: float(score)}
+        # It may be a time, and all processes must keep the same checkpoints.
+        measured = json.loads(from_leader(json.dumps(measured).encode()))
         with self._saving():
             self._manager.save(step, args=items, metrics=measured if self.best_metric else None, force=True)
 
@@ -224,6 +231,11 @@ class Checkpointer:
         """The step, or the newest, whose checkpoint is whole; None where the run has none yet."""
         self.wait()
         self._manager.reload()
+        found = self._look_for(step) if leads() else None
+        said = from_leader(b"" if found is None else str(found).encode())
+        return int(said) if said else None
+
+    def _look_for(self, step: int | None) -> int | None:
         steps = self._steps()
         if step is not None:
             if step not in steps:
@@ -382,23 +394,16 @@ def _files(directory: epath.Path) -> Iterator[epath.Path]:
 
 
 class _HostHandler(ocp.CheckpointHandler):
-    """A dict of NumPy arrays in one .npz file for each process, which holds that process's own buffers."""
-
-    @staticmethod
-    def _name() -> str:
-        return f"process_{jax.process_index()}_of_{jax.process_count()}.npz"
+    """A dict of NumPy arrays in one .npz file."""
 
     def save(self, directory: epath.Path, args: _HostSave) -> None:
-        with (directory / self._name()).open("wb") as file:
-            np.savez(file, allow_pickle=False, **dict(args.arrays))
+        if leads():
+            with (directory / "arrays.npz").open("wb") as file:
+                np.savez(file, allow_pickle=False, **dict(args.arrays))
 
     def restore(self, directory: epath.Path, args: _HostRestore | None = None) -> dict[str, np.ndarray]:
-        path = directory / self._name()
-        if not path.exists():
-            names = ", ".join(sorted(p.name for p in directory.iterdir()))
-            raise ConfigError(
-                f"{path} is missing (there: {names}); resume with as many processes as the run was saved with"
-            )
+        # Earlier versions, of one process, gave it another name.
+        (path,) = directory.glob("*.npz")
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             return dict(arrays)
 
@@ -424,7 +429,7 @@ class _SealHandler(ocp.CheckpointHandler):
         """`Checkpointer` reads the seal before it restores anything."""
 
     def finalize(self, directory: epath.Path) -> None:
-        if jax.process_index() != 0:
+        if not leads():
             return
         root = directory.parent
         unfinished = [item for item in _CONTENT if not (root / item).exists()]

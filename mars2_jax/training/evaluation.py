@@ -15,6 +15,7 @@ from rich.table import Table
 from mars2_jax.config import as_json
 from mars2_jax.errors import ConfigError, DataError
 from mars2_jax.evaluation.evaluate import evaluate_agent, evaluate_team
+from mars2_jax.parallel.exchange import share
 from mars2_jax.roster import is_served
 from mars2_jax.search.explore import Grader
 from mars2_jax.tasks.problem import Problem
@@ -49,14 +50,14 @@ def evaluate(
     grader: Grader,
     progress: Progress,
     *,
-    check: Callable[[], None] = lambda: None,
+    suspend: Callable[[], bool] | None = None,
 ) -> dict[str, float]:
     """Scores of every agent and of the team.
 
     The key is the same whenever it is called, so that before and after differ by the weights alone.
 
     Args:
-      check: called whenever some nodes are done; what it raises ends the evaluation and is passed on.
+      suspend: asked again and again; when it says True, the evaluation ends with `search.explore.Suspended`.
 
     Returns:
       `eval/<set>/<agent>/pass@1` of each agent, and `eval/<set>/pass@1_mcts` and `eval/<set>/pass@n` of the team's
@@ -66,29 +67,26 @@ def evaluate(
     prefix = f"eval/{source_name(config.eval.source)}"
     scores: dict[str, float] = {}
 
-    def counter(name: str, total: int) -> Callable[[int, int], None]:
-        advance = progress.counter(name, total)
-
-        def count(done: int, total: int) -> None:
-            check()
-            advance(done, total)
-
-        return count
-
     reset_engines(team)
     names = [f"{prefix}/{member.name}/pass@1" for member in team]
     # Those that are served elsewhere first: a model or an address that is wrong shows at their first request.
     for index, agent in sorted(enumerate(team), key=lambda member: not isinstance(member[1], EndpointAgent)):
-        advance = counter(f"evaluate {agent.name}", len(problems))
+        advance = progress.counter(f"evaluate {agent.name}", len(share(len(problems))))
         writer = agent.writer(evaluation_sampling(config), single=True)
         result = evaluate_agent(
-            problems, writer, grader, config.search, key=jax.random.fold_in(key, index), progress=advance
+            problems,
+            writer,
+            grader,
+            config.search,
+            key=jax.random.fold_in(key, index),
+            progress=advance,
+            suspend=suspend,
         )
         scores[names[index]] = result.values["pass@1"]
     scores = {name: scores[name] for name in names}
     if searchable(config, problems):
         nodes = config.eval.search_nodes
-        advance = counter("evaluate the team's search", len(problems) * nodes)
+        advance = progress.counter("evaluate the team's search", len(share(len(problems))) * nodes)
         writers = [agent.writer(training_sampling(config)) for agent in team]
         result = evaluate_team(
             problems,
@@ -98,6 +96,7 @@ def evaluate(
             nodes=nodes,
             key=jax.random.fold_in(key, len(team)),
             progress=advance,
+            suspend=suspend,
         )
         scores |= {f"{prefix}/{name}": value for name, value in result.values.items()}
     return scores

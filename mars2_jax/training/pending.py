@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mars2_jax.errors import DataError
-from mars2_jax.search.saved import SavedSearch, read_search, write_search
+from mars2_jax.parallel.exchange import from_leader, leads
+from mars2_jax.search.saved import SavedSearch, read_search, search_from_bytes, search_to_bytes, write_search
 
 __all__ = ["PendingSearch"]
 
@@ -19,6 +20,8 @@ _NAME = re.compile(r"pending_search_(\d+)(?:_round_(\d+))?\.npz(\.tmp)?")
 
 class PendingSearch:
     """The rounds of at most one search a training step, kept until a checkpoint holds what came of it.
+
+    Of several processes all call the methods; process 0 alone touches the files.
 
     Args:
       workdir: the run's directory.
@@ -34,12 +37,19 @@ class PendingSearch:
 
     def keep(self, step: int, rounds: Sequence[SavedSearch]) -> None:
         """Writes the suspended search of a step, each round all or nothing, in order. Raises StorageError."""
-        for number, saved in enumerate(rounds, 1):
-            write_search(self.path(step, number), saved)
+        if leads():
+            for number, saved in enumerate(rounds, 1):
+                write_search(self.path(step, number), saved)
 
     def of(self, step: int) -> list[SavedSearch]:
         """The rounds of the search of a step, up to the first that is not there or damaged (which is warned of). What
         is kept of later ones is removed: a round follows from the one before it, to the bit."""
+        rounds = self._read(step) if leads() else []
+        count = int(from_leader(b"%d" % len(rounds)))
+        sent = [from_leader(search_to_bytes(rounds[i]) if leads() else b"") for i in range(count)]
+        return rounds if leads() else [search_from_bytes(data) for data in sent]
+
+    def _read(self, step: int) -> list[SavedSearch]:
         rounds: list[SavedSearch] = []
         while (path := self.path(step, len(rounds) + 1)).exists():
             try:
@@ -56,7 +66,7 @@ class PendingSearch:
         self._forget(lambda step, round_: which(step))
 
     def _forget(self, which: Callable[[int, int], bool]) -> None:
-        for path in self._workdir.glob("pending_search_*"):
+        for path in self._workdir.glob("pending_search_*") if leads() else ():
             match = _NAME.fullmatch(path.name)
             if match and which(int(match[1]), int(match[2] or 1)):
                 path.unlink(missing_ok=True)

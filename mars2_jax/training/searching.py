@@ -16,8 +16,10 @@ import numpy as np
 from ml_collections import FrozenConfigDict
 
 from mars2_jax.learning.batch import TreeArrays
-from mars2_jax.search.explore import Exploration, Grader, Seconds, Suspended, explore
+from mars2_jax.parallel.exchange import share
+from mars2_jax.search.explore import Exploration, Grader, Seconds, Suspended
 from mars2_jax.search.saved import SavedSearch
+from mars2_jax.search.shares import explore_together
 from mars2_jax.tasks.iterator import ProblemIterator
 from mars2_jax.training.agent import Member, reset_engines
 from mars2_jax.training.buffer import TreeKey
@@ -100,12 +102,12 @@ def search_step(
     seconds = [0.0] * len(team)
     missing = wanted
     while True:
-        draw = problems.draw(missing)
+        draw, phase = problems.draw(missing), "resample" if rounds else "search"
         # As if nothing had been before: what a round finds does not hang on whether the one before was suspended.
         reset_engines(team)
         writers = [member.writer(training_sampling(config)) for member in team]
         try:
-            found = explore(
+            found = explore_together(
                 draw.problems,
                 writers,
                 grader,
@@ -115,7 +117,9 @@ def search_step(
                 capacity=problems.share,
                 reward=config.grading.reward,
                 reward_tests=config.grading.reward_tests,
-                progress=progress.counter("resample" if rounds else "search", missing * config.search.nodes),
+                progress=progress.counter(
+                    "resample" if rounds else "search", len(share(missing)) * config.search.nodes
+                ),
                 saved=saved[len(rounds)] if len(rounds) < len(saved) else None,
                 suspend=suspend,
             )
@@ -124,7 +128,7 @@ def search_step(
         rounds.append(found)
         indices += draw.indices
         seconds = [before + writer.seconds for before, writer in zip(seconds, writers, strict=True)]
-        # From here on nothing is of this process alone: the trees of all rounds, and what follows from them.
+        # The trees are those of all processes: so is what follows from them.
         exploration = _joined(rounds)
         check_graded(exploration)
         trees = tree_arrays(exploration, step)

@@ -18,6 +18,8 @@ from mars2_jax.errors import ConfigError, DataError, StorageError
 from mars2_jax.grading.calibrate import calibrate, with_cpu_limit
 from mars2_jax.grading.grader import Grader, check_comparators
 from mars2_jax.learning.optimizer import HOST_MEMORY
+from mars2_jax.parallel.exchange import leads
+from mars2_jax.parallel.hosts import check_shared
 from mars2_jax.parallel.mesh import make_mesh, platform, row_shards
 from mars2_jax.rollout.endpoint import check_endpoint
 from mars2_jax.rollout.types import SamplingParams
@@ -195,7 +197,7 @@ def check_offload(config: FrozenConfigDict, mesh: Mesh) -> None:
     Raises:
       ConfigError: names the key.
     """
-    memories = {memory.kind for memory in mesh.devices.flat[0].addressable_memories()}
+    memories = {memory.kind for memory in mesh.local_devices[0].addressable_memories()}
     for name, agent in weight_owners(config.agents).items():
         if agent.optimizer.offload != "none" and HOST_MEMORY not in memories:
             raise ConfigError(
@@ -258,10 +260,16 @@ def check_space(workdir: pathlib.Path, size: int) -> None:
 def claim(workdir: str) -> Iterator[pathlib.Path]:
     """Makes a run's folder and holds it, so that no second run writes to it at the same time.
 
+    Of several processes the first does so; the others see that it is theirs, too.
+
     Raises:
-      ConfigError: the folder cannot be made or written, or another run holds it.
+      ConfigError: the folder cannot be made or written, another run holds it, or it is not shared.
     """
     path = pathlib.Path(workdir)
+    if not leads():
+        check_shared(path)
+        yield path
+        return
     try:
         path.mkdir(parents=True, exist_ok=True)
         handle = open(path / ".lock", "w")  # noqa: SIM115 - held open as long as the run lives
@@ -272,4 +280,5 @@ def claim(workdir: str) -> Iterator[pathlib.Path]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
             raise ConfigError(f"another run is at work in --workdir={workdir}: wait for it or choose another") from e
+        check_shared(path)
         yield path

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
 import logging
+import os
 import pathlib
 import time
 from collections import defaultdict
@@ -18,8 +21,11 @@ from rich.console import Console
 from mars2_jax.config import as_json, write_config
 from mars2_jax.errors import ConfigError
 from mars2_jax.learning.batch import TreeArrays
+from mars2_jax.parallel.exchange import agree_on, any_process, leads
+from mars2_jax.parallel.hosts import Coordinates, joined
 from mars2_jax.rollout.programs import compilations
 from mars2_jax.roster import weight_owner
+from mars2_jax.search.explore import Suspended
 from mars2_jax.tasks.curriculum import Curriculum
 from mars2_jax.tasks.iterator import ProblemIterator
 from mars2_jax.tasks.problem import Problem
@@ -54,11 +60,21 @@ _MAY_CHANGE = ("training", "eval", "sft", "grading.isolation", "grading.workers"
 `training.may_change` of the resuming config adds others."""
 
 
-def train(config: FrozenConfigDict, workdir: str, console: Console | None = None) -> None:
+def train(
+    config: FrozenConfigDict,
+    workdir: str,
+    console: Console | None = None,
+    coordinates: Coordinates = Coordinates(detect=False),  # noqa: B008 - frozen
+) -> None:
     """Trains a team from its config, or goes on where a run in `workdir` stopped.
 
+    Several processes (`coordinates`) train as one: each searches and grades its share of every step's problems on its
+    own devices, the updates run on the devices of all, and process 0 writes the files. What they learn is what one
+    process with all the devices learns.
+
     SIGTERM ends it early and in good order: a search under way is suspended and goes on in the next run, an evaluation
-    is given up, an update phase is finished; then the state is saved, and the function returns.
+    is given up, an update phase is finished; then the state is saved, and the function returns. Of several processes
+    it is enough that one gets it.
 
     Raises:
       UserError: something that the user can put right; raised before any work starts.
@@ -73,8 +89,9 @@ def train(config: FrozenConfigDict, workdir: str, console: Console | None = None
     # The grader first: its processes must not be started from one in which JAX's threads run, and Orbax wakes them.
     with (
         stop_on_sigterm() as stop,
-        claim(workdir) as folder,
         start_grader(config) as grader,
+        joined(coordinates, stop) as hosts,
+        claim(workdir) as folder,
         Checkpointer(
             folder,
             keep=training.keep,
@@ -82,7 +99,12 @@ def train(config: FrozenConfigDict, workdir: str, console: Console | None = None
             keep_best=training.keep_best,
             best_metric=training.best_metric,
         ) as checkpointer,
+        hosts.together(),
     ):
+        if not leads():
+            console = Console(file=open(os.devnull, "w"))  # noqa: SIM115 - as long as the process lives
+        agree_on("the config", json.dumps(as_json(config), sort_keys=True))
+        agree_on("the code", json.dumps(code_version()))
         pending = PendingSearch(folder)
         if (latest := checkpointer.latest()) is not None:
             step, meta = latest
@@ -134,10 +156,9 @@ class Trainer:
             problems,
             problems_per_step=self.config.data.problems_per_step,
             seed=self.config.seed,
-            shard_index=jax.process_index(),
-            shard_count=jax.process_count(),
             curriculum=Curriculum.from_config(self.config.data),
         )
+        agree_on("the problem set", json.dumps(self.problem_iterator.get_state()))
         self.evaluations: dict[str, dict[str, float]] = {}
         # Metrics of the step just finished, its evaluation included.
         self.values: dict[str, Any] = {}
@@ -155,11 +176,12 @@ class Trainer:
         if self.step < steps:
             # A finished run is only shown again: that takes no room.
             check_space(self.workdir, sum(x.nbytes for x in jax.tree.leaves([a.checkpoint() for a in self.learners])))
-        write_config(self.config, self.workdir)
+        if leads():
+            write_config(self.config, self.workdir)
         if self.saved is not None:
             self.console.print(f"resuming after step {self.step}", highlight=False)
         with (
-            MetricsWriter(self.workdir, self.saved) as metrics,
+            MetricsWriter(self.workdir, self.saved) if leads() else contextlib.nullcontext() as metrics,
             Progress(steps, done=self.step, console=self.console) as progress,
         ):
             try:
@@ -172,9 +194,10 @@ class Trainer:
         if stopped:
             self.console.print(f"stopped on request after step {self.step}: the same command goes on", highlight=False)
             return
-        self._report()
+        if leads():
+            self._report()
 
-    def _train(self, progress: Progress, metrics: MetricsWriter) -> None:
+    def _train(self, progress: Progress, metrics: MetricsWriter | None) -> None:
         """The steps that are left, and the evaluations around them. Raises `Stopped` on request, all being saved."""
         steps, every = self.config.training.steps, self.config.training.evaluate_every
         if self.judges and not self.step and "before" not in self.evaluations:
@@ -189,17 +212,19 @@ class Trainer:
             except Stopped:
                 self._save()
                 raise
-            if last or self.stop.requested or self.checkpointer.due(self.step):
+            # The request may have come to one process, and come to the others while they are here.
+            stopping = any_process(self.stop.requested)
+            if last or stopping or self.checkpointer.due(self.step):
                 self._save()
             self._check_best_metric()
             progress.finish_step(summary)
-            if not last:
-                self.stop.check()
+            if stopping and not last:
+                raise Stopped
         if self.judges and "after" not in self.evaluations:
             # A run that was stopped there, or is evaluated in another way than before: the checkpoint stays.
             self._evaluate("after", progress, metrics)
 
-    def _train_step(self, progress: Progress, metrics: MetricsWriter) -> str:
+    def _train_step(self, progress: Progress, metrics: MetricsWriter | None) -> str:
         config, step = self.config, self.step + 1
         before = self.problem_iterator.get_state()
         suspended, self.suspended = self.suspended, []
@@ -252,8 +277,9 @@ class Trainer:
                 advance(self.learners.index(agent) + 1, len(self.learners))
         values["time/update_seconds"] = time.perf_counter() - started
         values["rollout/compilations"] = compilations()
-        write_trees(self.workdir, step, tree_rows(exploration, [a.name for a in self.team], step, used))
-        metrics.write(step, values)
+        if metrics is not None:
+            write_trees(self.workdir, step, tree_rows(exploration, [a.name for a in self.team], step, used))
+            metrics.write(step, values)
         self.step, self.values = step, values
         reward, solved = values.get("search/reward_mean", 0.0), values.get("search/solve_rate", 0.0)
         return f"reward {reward:.2f}, solved {solved:.0%} of trees"
@@ -297,12 +323,17 @@ class Trainer:
             values["dropped_stale"] = float(dropped)
         return values
 
-    def _evaluate(self, when: str, progress: Progress, metrics: MetricsWriter) -> None:
+    def _evaluate(self, when: str, progress: Progress, metrics: MetricsWriter | None) -> None:
         """Scores the team now; `when` is "before" or "after" for what is shown at the end."""
-        scores = evaluate(self.config, self.team, self.judges, self.grader, progress, check=self.stop.check)
+        try:
+            suspend = lambda: self.stop.requested
+            scores = evaluate(self.config, self.team, self.judges, self.grader, progress, suspend=suspend)
+        except Suspended:
+            raise Stopped from None
         if when:
             self.evaluations[when] = scores
-        metrics.write(self.step, scores)
+        if metrics is not None:
+            metrics.write(self.step, scores)
         self.values = self.values | scores
 
     def _check_best_metric(self) -> None:
