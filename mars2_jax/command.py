@@ -105,6 +105,12 @@ def define_hosts() -> dict[str, flags.FlagHolder[Any]]:
         timeout=flags.DEFINE_integer(
             "join_timeout", 300, "Seconds to wait until all processes are there.", lower_bound=1
         ),
+        patience=flags.DEFINE_integer(
+            "lost_after",
+            30,
+            "Seconds without a sign of life after which a process is taken for gone and the others end.",
+            lower_bound=5,
+        ),
     )
 
 

@@ -14,12 +14,13 @@ import pathlib
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
-from typing import NoReturn
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 import jax
 
@@ -43,6 +44,7 @@ class Coordinates:
       index: of this process, from 0; None likewise.
       detect: without an address: whether to ask JAX for a cluster (Cloud TPU, SLURM, Open MPI, Kubernetes).
       timeout: seconds to wait for all processes to be there.
+      patience: seconds without a sign of life after which a process is gone, see `parallel.watch`.
 
     Raises:
       ConfigError: some are missing or impossible; names the flag.
@@ -53,6 +55,7 @@ class Coordinates:
     index: int | None = None
     detect: bool = True
     timeout: int = 300
+    patience: int = 30
 
     def __post_init__(self) -> None:
         flags = {
@@ -87,8 +90,8 @@ class Hosts:
       count: of processes.
     """
 
-    def __init__(self, watch: Watch | None):
-        self._watch = watch
+    def __init__(self, watch: Watch | None, end: Callable[[int], NoReturn]):
+        self._watch, self._exit = watch, end
         self.index, self.count = jax.process_index(), jax.process_count()
 
     @contextlib.contextmanager
@@ -102,8 +105,7 @@ class Hosts:
                 raise
             self._end(self._watch, error)
 
-    @staticmethod
-    def _end(watch: Watch, error: BaseException) -> NoReturn:
+    def _end(self, watch: Watch, error: BaseException) -> None:
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             # A collective of which another process is gone. The watch will soon know, say so, and end this one.
             time.sleep(watch.patience + 10)
@@ -111,14 +113,15 @@ class Hosts:
         line = str(error) if user else f"{type(error).__name__}: {error}"
         code = 2 if user else 130 if isinstance(error, KeyboardInterrupt) else 1
         watch.fail(" ".join(line.split())[:2000], code)
-        if user:
+        if isinstance(error, UserError):
             print(in_one_line(error), file=sys.stderr)
+        elif isinstance(error, KeyboardInterrupt):
+            print("interrupted", file=sys.stderr)
         else:
             traceback.print_exception(error)
         sys.stdout.flush()
         sys.stderr.flush()
-        # Not `sys.exit`: JAX would wait for the others before it lets go.
-        os._exit(code)
+        self._exit(code)
 
 
 class _Notes:
@@ -128,7 +131,7 @@ class _Notes:
         # JAX has no public name for it. Orbax takes it from here, too.
         from jax._src import distributed
 
-        self._client = distributed.global_state.client
+        self._client: Any = distributed.global_state.client
 
     def post(self, name: str, note: str) -> None:
         self._client.key_value_set(f"mars2_jax/{name}", note, allow_overwrite=True)
@@ -153,11 +156,20 @@ def joined(coordinates: Coordinates, stop: Request) -> Iterator[Hosts]:
       ConfigError: the others did not come in time, or have not as many devices.
     """
     if not _initialize(coordinates) or jax.process_count() == 1:
-        yield Hosts(None)
+        yield Hosts(None, sys.exit)
         return
-    watch = Watch(_Notes(), jax.process_index(), jax.process_count(), stop, errors=(jax.errors.JaxRuntimeError,))
+    errors = (jax.errors.JaxRuntimeError,)
+    index, count = jax.process_index(), jax.process_count()
+    last_words = _last_words(index, count)
+
+    def end(code: int) -> NoReturn:
+        last_words.communicate(b"\n")
+        # Not `sys.exit`: JAX would wait for the others before it lets go.
+        os._exit(code)
+
+    watch = Watch(_Notes(), index, count, stop, errors=errors, patience=coordinates.patience, end=end)
     watch.start()
-    hosts = Hosts(watch)
+    hosts = Hosts(watch, end)
     with hosts.together():
         counts = collections.Counter(device.process_index for device in jax.devices())
         if len(set(counts.values())) > 1:
@@ -169,6 +181,22 @@ def joined(coordinates: Coordinates, stop: Request) -> Iterator[Hosts]:
         gather(b"")  # so that none is still at work when process 0, which keeps the notes, leaves
         watch.close()
         jax.distributed.shutdown()
+        last_words.communicate(b"\n")
+
+
+def _last_words(index: int, count: int) -> subprocess.Popen[bytes]:
+    """A shell that waits for this process, and tells what to do where it ends without a word of its own: JAX aborts it
+    with a stack trace when it loses process 0, before the watch can notice."""
+    line = (
+        f"error: process {index} of {count} ended without a word of its own: it was killed, or process 0 is gone; "
+        "start all processes again, and the run goes on"
+    )
+    return subprocess.Popen(
+        ["/bin/sh", "-c", f"read word || echo '{line}' >&2"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,  # what a terminal sends is not for it
+    )
 
 
 def _initialize(at: Coordinates) -> bool:
@@ -178,10 +206,15 @@ def _initialize(at: Coordinates) -> bool:
     if at.count == 1:
         return False
     handler = signal.getsignal(signal.SIGTERM)
-    options = dict(initialization_timeout=at.timeout, shutdown_timeout_seconds=_SHUTDOWN)
+    # JAX's own timeout would end the process with a stack trace.
+    options: dict[str, Any] = dict(initialization_timeout=at.timeout + 60, shutdown_timeout_seconds=_SHUTDOWN)
+    if at.address is not None:
+        _reach(at)
+    late = threading.Timer(at.timeout, _give_up, (at,))
+    late.daemon = True
+    late.start()
     try:
         if at.address is not None:
-            _reach(at)
             # Nothing of a cluster around is asked for: it would give each process one GPU.
             jax.distributed.initialize(at.address, at.count, at.index, cluster_detection_method="deactivate", **options)
         else:
@@ -191,12 +224,11 @@ def _initialize(at: Coordinates) -> bool:
             return False  # there is no cluster
         raise
     except RuntimeError as error:
-        where = f"at {at.address}" if at.address else "that JAX detected"
         raise ConfigError(
-            f"the processes {where} did not become one within {at.timeout} s ({' '.join(str(error).split())[:300]}): "
-            "start all of them, with the same --coordinator_address and --num_processes and a --process_id each; "
-            "--distributed=off trains on this machine alone"
+            f"{_where(at)} did not become one ({' '.join(str(error).split())[:300]}): {_REMEDY}"
         ) from error
+    finally:
+        late.cancel()
     if threading.current_thread() is threading.main_thread():
         # JAX took SIGTERM for a service of its own, which saves nothing here.
         signal.signal(signal.SIGTERM, handler)
@@ -209,14 +241,20 @@ def _alone_in_slurm() -> bool:
 
 
 def _reach(at: Coordinates) -> None:
-    """Waits until process 0 listens, or sees that this one, which is process 0, can."""
+    """Sees that process 0 can listen, or waits until it does."""
     assert at.address is not None
     host, _, port = at.address.rpartition(":")
-    host = host.strip("[]")
-    deadline = time.monotonic() + at.timeout
-    while at.index:
+    if at.index == 0:
         try:
-            socket.create_connection((host, int(port)), timeout=5).close()
+            socket.create_connection(("localhost", int(port)), timeout=5).close()
+        except OSError:
+            return  # nobody is there
+        # JAX would crash.
+        raise ConfigError(f"--coordinator_address={at.address} is taken by another program: choose another port")
+    deadline = time.monotonic() + at.timeout
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
             return
         except OSError as error:
             if time.monotonic() > deadline:
@@ -224,7 +262,23 @@ def _reach(at: Coordinates) -> None:
                     f"process 0 does not answer at --coordinator_address={at.address} for {at.timeout} s "
                     f"({error.strerror or error}): start it, or give the address at which it is"
                 ) from error
-            time.sleep(1)
+            time.sleep(0.5)
+
+
+_REMEDY = (
+    "start all of them, with the same --coordinator_address and --num_processes and a --process_id each, or with "
+    "none of these on a cluster that JAX detects; --distributed=off trains in this process alone"
+)
+
+
+def _where(at: Coordinates) -> str:
+    return f"the {at.count} processes at {at.address}" if at.address else "the processes of the cluster"
+
+
+def _give_up(at: Coordinates) -> None:
+    """Ends the process while it waits inside JAX for others that do not come."""
+    print(f"error: {_where(at)} were not all there within {at.timeout} s: {_REMEDY}", file=sys.stderr, flush=True)
+    os._exit(2)
 
 
 def check_shared(folder: pathlib.Path, patience: float = 60.0) -> None:

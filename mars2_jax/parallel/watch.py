@@ -6,7 +6,6 @@ of their searches for minutes. So a thread of each looks at a board that all can
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -50,7 +49,7 @@ class Watch:
       period: seconds between looks.
       patience: seconds without a sign of life after which a process is gone. One that holds Python's lock for long, or
         waits for a slow disk, is not.
-      end: ends the process; for tests.
+      end: ends the process with an exit code, whatever its other threads do.
     """
 
     def __init__(
@@ -62,8 +61,8 @@ class Watch:
         *,
         errors: tuple[type[BaseException], ...],
         period: float = 1.0,
-        patience: float = 30.0,
-        end: Callable[[int], object] = os._exit,
+        patience: float,
+        end: Callable[[int], object],
     ):
         self._board, self._index, self._count, self._stop = board, index, count, stop
         self._errors, self._period, self.patience, self._end = errors, period, patience, end

@@ -55,8 +55,8 @@ class Emitted(NamedTuple):
 def empty_slots(count: int) -> Slots:
     """Slots that are all idle."""
 
-    def fill(value: int, dtype: Any) -> Any:
-        return np.full((count,), value, dtype)
+    def fill(value: int, dtype: Any, *more: int) -> Any:
+        return np.full((count, *more), value, dtype)
 
     return Slots(
         token=fill(0, np.int32),
@@ -64,7 +64,7 @@ def empty_slots(count: int) -> Slots:
         made=fill(0, np.int32),
         budget=fill(0, np.int32),
         active=fill(0, bool),
-        key=np.zeros((count, 2), np.uint32),
+        key=fill(0, np.uint32, 2),
         sampler=SamplerRows(
             temperature=fill(1, np.float32),
             top_k=fill(0, np.int32),

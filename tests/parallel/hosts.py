@@ -9,23 +9,29 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+import jax
+import numpy as np
 from ml_collections import ConfigDict
 
+from mars2_jax.training.checkpoint import Checkpointer
 from mars2_jax.training.trees import read_trees, trees_path
-from tests.training.tiny_team import tiny_config
+from tests.training.tiny_team import tiny_config, write_model
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def hosts_config(folder: pathlib.Path) -> ConfigDict:
-    """Three steps of two agents on 2 x 2 x 2 devices; five problems a step, so that two processes have unlike shares.
+    """Three steps of two agents on eight devices; three problems a step, so that two processes have unlike shares.
     Buffers are not emptied by every step: what waits in them is saved, too."""
     config = tiny_config(folder)
-    config.mesh.update(data=2, fsdp=2, tensor=2)
-    config.data.problems_per_step = 5
+    for name in config.agents:
+        write_model(folder / name, seed=ord(name[0]), layers=1)
+    config.mesh.update(data=2, fsdp=4, tensor=1)
     config.search.nodes = 6
+    # Few lengths of prompts: each is compiled for.
+    config.rollout.max_prompt_tokens = 256
     config.learning.micro_batch_size = config.learning.train_batch_size = 8
     config.training.update(steps=3, evaluate=False)
     # Large steps would blow rounding up: Adam's first step is the sign of the gradient.
@@ -41,6 +47,17 @@ def write_config(path: pathlib.Path, config: ConfigDict) -> pathlib.Path:
     return path
 
 
+def weights(workdir: pathlib.Path) -> dict[str, np.ndarray]:
+    """The arrays of the newest checkpoint, on this process's device."""
+    place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    with Checkpointer(workdir, read_only=True) as checkpointer:
+        step, _ = checkpointer.latest()
+        saved = checkpointer._manager.item_metadata(step)["state"].tree
+        target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), saved)
+        state = checkpointer.restore(target).state
+    return {jax.tree_util.keystr(p): np.asarray(x) for p, x in jax.tree_util.tree_leaves_with_path(state)}
+
+
 def free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
@@ -53,6 +70,7 @@ def environment(folder: pathlib.Path, devices: int) -> dict[str, str]:
     quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     return os.environ | {
         "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "True",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {quick}",
         "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -70,20 +88,30 @@ class Run:
       count: of processes; 1 is alone, without coordinates.
       devices: of all.
       options: more of the command line.
+      own: more of it for some processes.
+      started: which processes there are; None are all.
     """
 
     def __init__(
-        self, config: pathlib.Path, workdir: pathlib.Path, count: int, *, devices: int = 8, options: Sequence[str] = ()
+        self,
+        config: pathlib.Path,
+        workdir: pathlib.Path,
+        count: int,
+        *,
+        devices: int = 8,
+        options: Sequence[str] = (),
+        own: Mapping[int, Sequence[str]] = {},
+        started: Sequence[int] | None = None,
     ):
         address = f"127.0.0.1:{free_port()}"
         self.workdir = workdir
         self.processes = []
-        for index in range(count):
+        for index in range(count) if started is None else started:
             where = [f"--coordinator_address={address}", f"--num_processes={count}", f"--process_id={index}"]
             command = [sys.executable, "-m", "mars2_jax.train", f"--config={config}", f"--workdir={workdir}"]
             self.processes.append(
                 subprocess.Popen(
-                    [*command, *(where if count > 1 else ()), *options],
+                    [*command, *(where if count > 1 else ()), *options, *own.get(index, ())],
                     cwd=ROOT,
                     env=environment(config.parent, devices // count),
                     stdout=subprocess.PIPE,
