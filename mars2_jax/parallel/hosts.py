@@ -83,16 +83,10 @@ class Coordinates:
 
 
 class Hosts:
-    """The processes that `joined` made one. With one process nothing is watched.
-
-    Attributes:
-      index: of this process.
-      count: of processes.
-    """
+    """The processes that `joined` made one. With one process nothing is watched."""
 
     def __init__(self, watch: Watch | None, end: Callable[[int], NoReturn]):
         self._watch, self._exit = watch, end
-        self.index, self.count = jax.process_index(), jax.process_count()
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:

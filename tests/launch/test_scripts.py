@@ -63,7 +63,7 @@ case "$4" in
         export HOME="$HERE"
         mkdir -p "$HERE/mars2_jax/.venv/bin"
         cp "$HERE/python" "$HERE/mars2_jax/.venv/bin/python"
-        bash -c "$command"
+        cd "$HERE" && bash -c "$command"
         exit $?
       fi
     done ;;
