@@ -117,9 +117,7 @@ def search_step(
                 capacity=problems.share,
                 reward=config.grading.reward,
                 reward_tests=config.grading.reward_tests,
-                progress=progress.counter(
-                    "resample" if rounds else "search", len(share(missing)) * config.search.nodes
-                ),
+                progress=progress.counter(phase, len(share(missing)) * config.search.nodes),
                 saved=saved[len(rounds)] if len(rounds) < len(saved) else None,
                 suspend=suspend,
             )
