@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
 import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -14,7 +18,7 @@ from mars2_jax.parallel.hosts import Coordinates
 from mars2_jax.parallel.watch import LOST
 from mars2_jax.training.metrics import read_metrics
 from mars2_jax.training.trees import trees_path
-from tests.parallel.hosts import Run, hosts_config, trees, weights, write_config
+from tests.parallel.hosts import ROOT, Run, environment, hosts_config, trees, weights, write_config
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -57,26 +61,58 @@ def error_line(said):
     return line
 
 
-def kill(run, victim):
-    """Kills one process; what the other ends with, its word, and after how long."""
-    run.processes[victim].kill()
-    killed = time.monotonic()
-    code, _, said = run.wait()[1 - victim]
-    return code, said, time.monotonic() - killed
-
-
 def test_one_is_killed_and_together_they_go_on(config, alone, tmp_path):
-    """What two processes learn, of four devices each, is what one with eight does."""
+    """By the script, which starts all again. What two processes learn is what one with all their devices does."""
     workdir = tmp_path / "two"
-    with Run(config, workdir, 2, options=["--lost_after=10"]) as run:
-        run.until(trees_path(workdir, 1).exists)
-        code, said, seconds = kill(run, victim=1)
-    assert code == LOST and seconds < 60
-    assert "process 1 gave no sign of life for 10 s" in error_line(said)
-    with Run(config, workdir, 2) as run:
-        (_, out, _), (_, out_1, _) = expect_success(run)
-    assert "step 3/3" in out and "step" not in out_1
+    script = subprocess.Popen(
+        ["bash", "launch/local_multiprocess.sh", str(config), str(workdir), "2", "--lost_after=10"],
+        cwd=ROOT,
+        env=environment(config.parent, 4) | {"PYTHON": sys.executable, "CPU_DEVICES": "4", "RESTARTS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wait_for(script, (workdir / "checkpoints" / "1").exists)
+        first = processes(workdir)
+        assert first.keys() == {0, 1}
+        os.kill(first[1], signal.SIGKILL)
+        killed = time.monotonic()
+        wait_for(script, lambda: processes(workdir).keys() == {0, 1} and not processes(workdir).items() & first.items())
+        assert time.monotonic() - killed < 60
+        out, said = script.communicate(timeout=600)
+    finally:
+        for pid in processes(workdir).values():
+            os.kill(pid, signal.SIGKILL)
+    assert script.returncode == 0, said
+    errors = [line for line in said.splitlines() if line.startswith("error:")]
+    assert any("process 1 gave no sign of life for 10 s" in line for line in errors)
+    # That of the one that was killed is told by its last words.
+    assert [line.split(":")[1][:10] for line in sorted(errors)] == [" process 1"] * 2
+    assert "[launch] process 1 ended with exit code 137" in said and f"exit code {LOST}" not in said
+    assert "resuming after step" in out and "step 3/3" in out
     expect_equal(workdir, alone)
+
+
+def processes(workdir):
+    """The ids of the processes of a run, by their numbers."""
+    found = {}
+    for folder in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            arguments = (folder / "cmdline").read_bytes().decode().split("\0")
+        except OSError:  # it has just ended
+            continue
+        if f"--workdir={workdir}" in arguments and "mars2_jax.train" in arguments:
+            number = next(a for a in arguments if a.startswith("--process_id="))
+            found[int(number.removeprefix("--process_id="))] = int(folder.name)
+    return found
+
+
+def wait_for(script, condition):
+    deadline = time.monotonic() + 600
+    while not condition():
+        assert time.monotonic() < deadline and script.poll() is None
+        time.sleep(0.1)
 
 
 def test_what_cannot_work_ends_in_one_line(config, tmp_path):
@@ -119,9 +155,11 @@ def test_asked_to_stop_one_stops_both_and_any_number_goes_on(config, alone, tmp_
 def test_without_process_0_the_other_ends(config, tmp_path):
     with Run(config, tmp_path / "two", 2, options=["--lost_after=10"]) as run:
         run.until(trees_path(run.workdir, 1).exists)
-        code, said, seconds = kill(run, victim=0)
-    assert code == LOST and seconds < 60
-    assert "process 0 cannot be reached" in error_line(said)
+        run.processes[0].kill()
+        killed = time.monotonic()
+        _, (code, _, said) = run.wait()
+    assert code != 0 and time.monotonic() - killed < 60
+    assert "process 1 of 2 ended without a word of its own: it was killed, or process 0 is gone" in error_line(said)
 
 
 @pytest.mark.slow
