@@ -25,6 +25,11 @@ class StopRequest:
     def __init__(self) -> None:
         self.requested = False
 
+    def check(self) -> None:
+        """Raises `Stopped` once the run was asked to end."""
+        if self.requested:
+            raise Stopped
+
 
 @contextlib.contextmanager
 def stop_on_sigterm() -> Iterator[StopRequest]:
