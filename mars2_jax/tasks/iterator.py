@@ -1,8 +1,9 @@
-"""The problems of training, draw by draw: shuffled by seed, shared out among hosts, resumed by state.
+"""The problems of training, draw by draw: shuffled by seed, resumed by state.
 
 Without a curriculum it is a Grain pipeline. Its order is that of `mars2_jax.tasks.order`, a hash, and not Grain's own
-shuffle: it stays the same in every version of every library, and of one host it is what it always was. A curriculum
-takes from the same order what the pass rates of the moment say (`mars2_jax.tasks.curriculum`): nothing is read ahead.
+shuffle: it stays the same in every version of every library. A curriculum takes from the same order what the pass rates
+of the moment say (`mars2_jax.tasks.curriculum`): nothing is read ahead. Every host draws all problems; which of them it
+searches is decided in `mars2_jax.search.shares`.
 """
 
 from __future__ import annotations
@@ -33,13 +34,11 @@ class Draw:
     """Some problems that were drawn, for one tree each.
 
     Attributes:
-      indices: of all of them in the set, the same on every host.
-      places: which of them are this host's.
-      problems: those, in their order.
+      indices: of them in the set.
+      problems: in the same order.
     """
 
     indices: tuple[int, ...]
-    places: tuple[int, ...]
     problems: list[Problem]
 
 
@@ -64,22 +63,15 @@ class ProblemIterator:
     """An endless supply of problems.
 
     Every problem comes once before any comes again, in each epoch in another order; a draw may span two epochs. With a
-    curriculum some are passed over. Several hosts share the problems of a draw: together they have what one host alone
-    would have, so that neither their number nor a change of it changes what a run learns from.
+    curriculum some are passed over.
 
     Args:
       problems: to draw from.
-      problems_per_step: of all hosts together.
+      problems_per_step: so many are read ahead.
       seed: of the order.
-      shard_index: this host's number, from 0.
-      shard_count: number of hosts.
       curriculum: which problems are passed over; None passes none.
 
-    Attributes:
-      share: problems of a step that are this host's; of a draw of fewer, no more than these.
-
     Raises:
-      ConfigError: hosts cannot share the problems of a step evenly.
       ValueError: there are no problems.
     """
 
@@ -89,20 +81,11 @@ class ProblemIterator:
         *,
         problems_per_step: int,
         seed: int,
-        shard_index: int = 0,
-        shard_count: int = 1,
         curriculum: Curriculum | None = None,
     ):
         if not problems:
             raise ValueError("need problems to iterate over")
-        if problems_per_step % shard_count:
-            raise ConfigError(
-                f"config.data.problems_per_step is {problems_per_step}; it must be a multiple of the number of hosts, "
-                f"which is {shard_count}"
-            )
         self._problems, self._per_step, self._seed = problems, problems_per_step, seed
-        self.share = problems_per_step // shard_count
-        self._shard, self._shards = shard_index, shard_count
         self._curriculum, self._rates = curriculum, PassRates()
         # In the order of all epochs: the next problem that is drawn, or passed over.
         self._position = 0
@@ -110,13 +93,13 @@ class ProblemIterator:
         if curriculum is None:
             # One step ahead in a thread where problems have to be read and decoded first.
             lazy = isinstance(problems, PreparedProblems)
-            options = grain.ReadOptions(num_threads=int(lazy), prefetch_buffer_size=self.share if lazy else 0)
+            options = grain.ReadOptions(num_threads=int(lazy), prefetch_buffer_size=problems_per_step if lazy else 0)
             epochs = _ENDLESS // len(problems) + 1
-            own = _Ordered(grain.MapDataset.source(problems), seed).repeat(epochs)[shard_index::shard_count]
-            self._ahead = iter(own.to_iter_dataset(options))
+            ordered = _Ordered(grain.MapDataset.source(problems), seed).repeat(epochs)
+            self._ahead = iter(ordered.to_iter_dataset(options))
 
     def draw(self, count: int) -> Draw:
-        """The next `count` problems, of all hosts together: a host has every `shard_count`-th of the order."""
+        """The next `count` problems."""
         start, size = self._position, len(self._problems)
         if self._curriculum is None:
             order = range(start, start + count)
@@ -124,12 +107,11 @@ class ProblemIterator:
             self._position += count
         else:
             indices, self._position = next_problems(size, self._seed, start, count, self._curriculum, self._rates)
-        places = tuple(i for i in range(count) if (start + i) % self._shards == self._shard)
         if self._ahead is None:
-            problems = [self._problems[indices[i]] for i in places]
+            problems = [self._problems[index] for index in indices]
         else:
-            problems = [next(self._ahead) for _ in places]
-        return Draw(tuple(indices), places, problems)
+            problems = [next(self._ahead) for _ in indices]
+        return Draw(tuple(indices), problems)
 
     def observe(self, indices: Sequence[int], rates: Sequence[float | None]) -> dict[str, float]:
         """Takes the pass rates of finished trees into the curriculum.
@@ -177,8 +159,7 @@ class ProblemIterator:
         # Checkpoints of earlier versions count steps.
         self._position = int(state["position"] if "position" in state else state["step"] * self._per_step)
         if self._ahead is not None:
-            own = len(range(self._shard, self._position, self._shards))
-            self._ahead.set_state({"next_index": own})  # type: ignore[attr-defined]
+            self._ahead.set_state({"next_index": self._position})  # type: ignore[attr-defined]
         if arrays:
             self._rates = PassRates.from_arrays(arrays)
 

@@ -103,48 +103,36 @@ def outcome(seed: int, step: int, place: int) -> float | None:
     # Rounds of a step: the first draws six problems, the others what is missing.
     steps=st.lists(st.lists(st.integers(1, 6), max_size=3), min_size=1, max_size=6),
     stop=st.tuples(st.integers(0, 5), st.integers(0, 3)),
-    shards=st.sampled_from([1, 2, 3]),
-    then=st.sampled_from([1, 2, 3]),
     seed=st.integers(0, 3),
 )
-def test_hosts_share_what_one_draws_and_go_on_after_a_stop_anywhere(curriculum, count, steps, stop, shards, then, seed):
-    def make(number: int) -> list[ProblemIterator]:
-        how = dict(problems_per_step=6, seed=seed, shard_count=number, curriculum=curriculum)
-        return [ProblemIterator(problems(count), shard_index=index, **how) for index in range(number)]
+def test_it_goes_on_after_a_stop_anywhere(curriculum, count, steps, stop, seed):
+    make = lambda: ProblemIterator(problems(count), problems_per_step=6, seed=seed, curriculum=curriculum)
 
-    def draw(hosts: list[ProblemIterator], number: int) -> list[int]:
-        draws = [host.draw(number) for host in hosts]
-        met = {}
-        for one in draws:
-            assert one.indices == draws[0].indices and len(one.indices) == number
-            assert abs(len(one.places) - number / len(hosts)) < 1 and len(one.places) <= 6 // len(hosts)
-            met |= {place: int(problem.id) for place, problem in zip(one.places, one.problems, strict=True)}
-        assert [met[place] for place in range(number)] == list(draws[0].indices)
-        return list(draws[0].indices)
+    def draw(iterator: ProblemIterator, number: int) -> list[int]:
+        drawn = iterator.draw(number)
+        assert [int(problem.id) for problem in drawn.problems] == list(drawn.indices) and len(drawn.indices) == number
+        return list(drawn.indices)
 
-    def step(hosts: list[ProblemIterator], number: int) -> list[int]:
-        indices = [index for wanted in (6, *steps[number]) for index in draw(hosts, wanted)]
-        for host in hosts:
-            host.observe(indices, [outcome(seed, number, place) for place in range(len(indices))])
+    def step(iterator: ProblemIterator, number: int) -> list[int]:
+        indices = [index for wanted in (6, *steps[number]) for index in draw(iterator, wanted)]
+        iterator.observe(indices, [outcome(seed, number, place) for place in range(len(indices))])
         return indices
 
-    alone = make(1)
+    alone = make()
     straight = [step(alone, number) for number in range(len(steps))]
-    hosts, met = make(shards), []
+    first, met = make(), []
     stop_step, stop_round = min(stop[0], len(steps) - 1), stop[1]
     for number in range(stop_step):
-        met.append(step(hosts, number))
+        met.append(step(first, number))
     # In the middle of a step: what a checkpoint has, once through its files, is from the step's start.
-    state, arrays = json.loads(json.dumps(hosts[0].get_state())), hosts[-1].get_arrays()
+    state, arrays = json.loads(json.dumps(first.get_state())), first.get_arrays()
     for wanted in (6, *steps[stop_step])[:stop_round]:
-        draw(hosts, wanted)
-    for host in hosts:
-        host.set_state(state)
-    assert step(hosts, stop_step) == straight[stop_step]
-    others = make(then)
-    for host in others:
-        host.set_state(state, arrays)
-    met += [step(others, number) for number in range(stop_step, len(steps))]
+        draw(first, wanted)
+    first.set_state(state)
+    assert step(first, stop_step) == straight[stop_step]
+    second = make()
+    second.set_state(state, arrays)
+    met += [step(second, number) for number in range(stop_step, len(steps))]
     assert met == straight
     if curriculum is None:
         flat = [index for indices in straight for index in indices]
