@@ -87,7 +87,8 @@ class Plan:
         console.print(
             "FLOPs are of matmuls, without padding; + marks kernels whose FLOPs are not known. The time is the least "
             "that the chip's nominal rates allow, all overlapping. Loops count as often as they run; decoding is told "
-            "for one token of each slot.",
+            "for one token of each slot. All is planned for one process with all devices; where each host has its own, "
+            "updates are the same, and engines decode on the devices of one host.",
             highlight=False,
         )
         console.print(self.verdict(), style="green" if self.fits else "red", highlight=False)
