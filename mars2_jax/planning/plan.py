@@ -15,7 +15,7 @@ from mars2_jax.planning.programs import team_programs
 from mars2_jax.planning.report import Plan
 from mars2_jax.planning.topology import topology_devices
 from mars2_jax.roster import weight_owner, weight_owners
-from mars2_jax.training.agent import check_length, longest_sequence
+from mars2_jax.training.policy import check_length, longest_sequence
 from mars2_jax.training.setup import check_rows, check_trainable
 
 __all__ = ["make_plan"]

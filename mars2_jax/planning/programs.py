@@ -30,7 +30,7 @@ from mars2_jax.parallel.mesh import placed, replicated, row_shards, rows
 from mars2_jax.rollout import programs
 from mars2_jax.rollout.engine import SHORTEST, prefill_rows
 from mars2_jax.roster import weight_owners
-from mars2_jax.training.agent import abstract_policy, engine_layout, longest_sample, longest_sequence, make_handover
+from mars2_jax.training.policy import abstract_policy, engine_layout, longest_sample, longest_sequence, make_handover
 
 __all__ = ["Program", "Resident", "device_bytes", "host_bytes", "team_programs"]
 
@@ -159,7 +159,7 @@ class _AgentPlan:
         return jax.tree.map(lambda x: _shape(x, x.dtype, placed(mesh, kv.AXES, x.shape)), entries)
 
     def shared(self) -> dict[str, Any]:
-        """The checkpoint's weights that stay, shared by all agents that name it, see `training.agent.Weights`: under
+        """The checkpoint's weights that stay, shared by all agents that name it, see `training.policy.Weights`: under
         its adapters and as the reference of the KL term; for an engine that has nothing else, and under its adapters
         there. They are the same arrays if the engine's are not others."""
         learning = self.run.learning

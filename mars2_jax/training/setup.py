@@ -27,7 +27,8 @@ from mars2_jax.roster import is_served, weight_owner, weight_owners
 from mars2_jax.tasks.prepared import PreparedProblems
 from mars2_jax.tasks.problem import Problem
 from mars2_jax.tasks.sources import load
-from mars2_jax.training.agent import Member, ModelFile, build_team, make_prompter, open_models
+from mars2_jax.training.agent import Member, build_team, make_prompter
+from mars2_jax.training.policy import ModelFile, open_models
 
 __all__ = [
     "Setup",

@@ -29,12 +29,12 @@ from mars2_jax.models.lora import Lora, fresh_adapters
 from mars2_jax.parallel.mesh import make_mesh, param_shardings, rows
 from mars2_jax.roster import is_served, weight_owner, weight_owners
 from mars2_jax.tasks.order import problems_for_step
-from mars2_jax.training.agent import ModelFile, longest_sample
 from mars2_jax.training.checkpoint import Checkpointer
 from mars2_jax.training.examples import ExampleSets, make_examples
 from mars2_jax.training.keys import adapter_key
 from mars2_jax.training.metrics import MetricsWriter
 from mars2_jax.training.pairs import PairSources, grade_parents
+from mars2_jax.training.policy import ModelFile, longest_sample
 from mars2_jax.training.provenance import code_version
 from mars2_jax.training.setup import check_rows, check_space, claim
 from mars2_jax.training.stopping import Stopped, StopRequest, stop_on_sigterm

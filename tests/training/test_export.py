@@ -17,9 +17,9 @@ from mars2_jax.learning.update import Learner
 from mars2_jax.models.files import open_checkpoint
 from mars2_jax.models.weights import load
 from mars2_jax.parallel.mesh import make_mesh
-from mars2_jax.training.agent import ModelFile
 from mars2_jax.training.checkpoint import Checkpointer
 from mars2_jax.training.export import export_agent, export_model
+from mars2_jax.training.policy import ModelFile
 from tests.training.tiny_team import tiny_config
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

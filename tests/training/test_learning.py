@@ -8,10 +8,10 @@ from ml_collections import ConfigDict, FrozenConfigDict
 from mars2_jax.config import as_json
 from mars2_jax.learning.batch import TreeArrays, make_batch
 from mars2_jax.rollout.types import Completion
-from mars2_jax.training.agent import longest_sample
 from mars2_jax.training.buffer import Buffer
 from mars2_jax.training.checkpoint import Checkpointer
 from mars2_jax.training.minibatches import minibatches
+from mars2_jax.training.policy import longest_sample
 from mars2_jax.training.setup import Setup
 from mars2_jax.validation import validate
 from tests.training.test_lora import bits
