@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Hashable
-from decimal import Decimal
+from decimal import Decimal, DecimalException
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -76,7 +76,10 @@ def _same_token(expected: str, actual: str, integers: bool = False) -> bool:
         return math.isclose(left, right, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
     # Beyond the range of floats. The largest exponent that `_NUMBER` lets through is harmless here.
     exact = Decimal(expected), Decimal(actual)
-    return abs(exact[0] - exact[1]) <= Decimal(TOLERANCE) * max(map(abs, exact))
+    try:
+        return abs(exact[0] - exact[1]) <= Decimal(TOLERANCE) * max(map(abs, exact))
+    except DecimalException:  # A million digits: beyond the range of Decimal's arithmetic.
+        return False
 
 
 def _same_value(expected: Any, actual: Any, same_number: Callable[[Any, Any], bool]) -> bool:
