@@ -10,10 +10,12 @@ its return value is the exit status.
 
 from __future__ import annotations
 
+import _sitebuiltins
 import atexit
 import builtins
 import gc
 import importlib
+import io
 import linecache
 import marshal
 import os
@@ -46,6 +48,9 @@ def preload() -> None:
     """Imports what most programs use, and puts what exists now out of the garbage collector's sight."""
     for name in _PRELOADED.split():
         importlib.import_module(name)
+    # The interpreter runs without `site`, which makes these.
+    for name in ("exit", "quit"):
+        setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D (i.e. EOF)"))
     sys.set_int_max_str_digits(0)
     gc.collect()
     gc.freeze()
@@ -96,6 +101,7 @@ def _as_program(code: bytes | None, source: str, name: str, then: Callable[[type
     sys.argv = [_PROGRAM]
     module = types.ModuleType(name)
     module.__dict__["__builtins__"] = builtins
+    module.__dict__["__file__"] = _PROGRAM
     sys.modules[name] = module
     _keep_source(_PROGRAM, source)
     status = 0
@@ -112,11 +118,32 @@ def _as_program(code: bytes | None, source: str, name: str, then: Callable[[type
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
-        sys.stdout.flush()
+        if sys.stdout is not None and not _closed(sys.stdout):
+            sys.stdout.flush()
     except BaseException as error:  # noqa: BLE001 -- the same
         _write_all(2, _traceback_text(error, _PROGRAM))
         status = status or 1
+    _flush_others(module)
     return status
+
+
+def _closed(file: Any) -> bool:
+    try:
+        return bool(file.closed)
+    except Exception:  # noqa: BLE001 -- a program may put anything in the place of a stream
+        return False
+
+
+def _flush_others(module: types.ModuleType) -> None:
+    """Writes out the files that an interpreter closes at its end: the stream behind a `sys.stdout` that was replaced,
+    and what the program opened (`out = open(1, "w")`, `write = out.write`)."""
+    for thing in [sys.__stdout__, *module.__dict__.values()]:
+        file = thing.__self__ if type(thing) in (types.MethodType, types.BuiltinMethodType) else thing
+        try:
+            if isinstance(file, io.IOBase) and not file.closed:
+                file.flush()
+        except BaseException:  # noqa: BLE001 -- an interpreter ignores it, too
+            pass
 
 
 def _exit_status(leaving: SystemExit) -> int:
@@ -191,9 +218,13 @@ class _Program:
 
 
 def _builtin_error(name: str, message: str) -> Exception:
-    """An exception of the builtin type of that name, so that tests may catch it."""
+    """An exception of the builtin type of that name, so that tests may catch it.
+
+    Not of those that end a loop without a word: `all(map(answer, inputs))` would be true.
+    """
     kind = getattr(builtins, name, None)
-    if isinstance(kind, type) and issubclass(kind, Exception):
+    silent = (StopIteration, StopAsyncIteration)
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, silent):
         try:
             return kind(message)
         except TypeError:  # UnicodeDecodeError and its like take other arguments.

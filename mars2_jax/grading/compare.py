@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Hashable
-from decimal import Decimal
+from decimal import Decimal, DecimalException
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -38,6 +38,8 @@ TOLERANCE = 1e-6
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?", re.ASCII)
 _INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
+_DIGITS = re.compile(r"[+-]?0\d+", re.ASCII)
+"""No quantity, but a code, a time or a binary numeral, whose zeros in front belong to the answer."""
 _LINE_END = " \t\r\v\f"
 
 
@@ -45,7 +47,8 @@ def same_output(expected: str, actual: str) -> bool:
     """Whether two outputs agree token by token (tokens are what white space separates).
 
     Where the expected token is an integer, the other must be the same number ("3.0" is, "3.0000001" is not). Where it
-    is a number with a point or an exponent, a difference within `TOLERANCE` is accepted. Other tokens must be equal.
+    is a number with a point or an exponent, a difference within `TOLERANCE` is accepted. Other tokens, and digits that
+    begin with a zero ("0011"), must be equal.
     """
     return _same_tokens(expected.split(), actual.split())
 
@@ -67,7 +70,7 @@ def _same_token(expected: str, actual: str, integers: bool = False) -> bool:
     """`integers`: the tolerance is for them, too."""
     if expected == actual:
         return True
-    if not (_NUMBER.fullmatch(expected) and _NUMBER.fullmatch(actual)):
+    if not (_NUMBER.fullmatch(expected) and _NUMBER.fullmatch(actual)) or _DIGITS.fullmatch(expected):
         return False
     if not integers and _INTEGER.fullmatch(expected):
         return Decimal(expected) == Decimal(actual)
@@ -76,7 +79,10 @@ def _same_token(expected: str, actual: str, integers: bool = False) -> bool:
         return math.isclose(left, right, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
     # Beyond the range of floats. The largest exponent that `_NUMBER` lets through is harmless here.
     exact = Decimal(expected), Decimal(actual)
-    return abs(exact[0] - exact[1]) <= Decimal(TOLERANCE) * max(map(abs, exact))
+    try:
+        return abs(exact[0] - exact[1]) <= Decimal(TOLERANCE) * max(map(abs, exact))
+    except DecimalException:  # A million digits: beyond the range of Decimal's arithmetic.
+        return False
 
 
 def _same_value(expected: Any, actual: Any, same_number: Callable[[Any, Any], bool]) -> bool:

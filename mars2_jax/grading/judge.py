@@ -117,7 +117,9 @@ def _failure(report: dict[str, Any]) -> Verdict:
 def _error(report: dict[str, Any]) -> str:
     text = tidy(report["stderr"])
     if os.WIFSIGNALED(report["status"]):
-        name = signal.Signals(os.WTERMSIG(report["status"])).name
+        number = os.WTERMSIG(report["status"])
+        known = {int(s): s.name for s in signal.Signals}  # Not all of the real-time signals have names.
+        name = known.get(number, f"signal {number}")
         return f"{text}\nkilled by {name}".strip()
     code = os.waitstatus_to_exitcode(report["status"])
     return text or (f"the program exited with status {code}" if code else "the program ended before it returned")

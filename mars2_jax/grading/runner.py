@@ -310,6 +310,7 @@ def main(isolation: str, uid: int) -> None:
     if not isolated:
         system.die_with_parent()
     child.preload()
+    system.one_heap()
     filter_ = seccomp.prepare() if isolated else None
     own_uid = uid if isolated and os.geteuid() == 0 else None
     own_processes = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)

@@ -83,7 +83,9 @@ def command(isolation: str, uid: int) -> list[str]:
         arguments += ["--ro-bind", outside, inside]
     for path in _package_folders(list(binds)):
         arguments += ["--tmpfs", path]
-    arguments += ["--proc", "/proc", "--dev", "/dev", "--dir", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"]
+    arguments += ["--proc", "/proc", "--dev", "/dev", "--dir", "/tmp"]
+    # /dev/full reads as /dev/zero does, but cannot be mapped as shared memory, which no limit counts.
+    arguments += ["--dev-bind", "/dev/full", "/dev/zero", "--remount-ro", "/dev", "--remount-ro", "/"]
     arguments += ["--chdir", "/tmp", "--clearenv"]
     for name, value in ENVIRONMENT.items():
         arguments += ["--setenv", name, value]

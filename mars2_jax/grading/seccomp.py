@@ -2,8 +2,10 @@
 
 The namespaces already keep programs from the host's files, network and processes. The filter is a second wall behind
 them: most ways out of a sandbox are defects of the kernel in calls like these. And it closes what the namespaces leave
-open: memory that no limit counts (memfd, System V objects), limits of other processes of the same user (prlimit), new
-user namespaces, in which a program would have every capability.
+open: memory that no limit counts (memfd, System V objects, anonymous memory that is shared and need not stay mapped
+where it was filled, large socket buffers), message queues, which would outlive a
+test, limits of other processes of the same user (prlimit), new user namespaces, in which a program would have every
+capability, and another disposition of SIGCHLD: the processor time of children that nobody waits for would be lost.
 
 There is no Landlock layer, since it would add nothing: the mount namespace holds no path that a program may not read
 and, but for its own scratch folders, none that it may write; abstract sockets and signals, which newer versions of
@@ -55,6 +57,8 @@ _FORBIDDEN: dict[str, tuple[int | None, int | None]] = {
     "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
+    # Its queues are taken from a stock that the whole machine shares.
+    "io_setup": (206, 0),
     # Files by handle, past the mount namespace.
     "name_to_handle_at": (303, 264),
     "open_by_handle_at": (304, 265),
@@ -65,6 +69,7 @@ _FORBIDDEN: dict[str, tuple[int | None, int | None]] = {
     "shmget": (29, 194),
     "msgget": (68, 186),
     "semget": (64, 190),
+    "mq_open": (240, 180),
     # The machine itself.
     "kexec_load": (246, 104),
     "kexec_file_load": (320, 294),
@@ -90,6 +95,7 @@ _FORBIDDEN: dict[str, tuple[int | None, int | None]] = {
     "modify_ldt": (154, None),
 }
 _CLONE, _CLONE3, _SOCKET, _SOCKETPAIR, _PRLIMIT = (56, 220), (435, 435), (41, 198), (53, 199), (302, 261)
+_SIGACTION, _SETSOCKOPT, _MMAP = (13, 134), (54, 208), (9, 222)
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Column of the numbers above, and the kernel's name (AUDIT_ARCH) for the machine."""
 _X32 = 0x40000000
@@ -98,12 +104,17 @@ _X32 = 0x40000000
 _NEW_NAMESPACES = 0x7E020000
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET. (NEWTIME is not among clone's flags.)"""
 _AF_UNIX, _AF_INET = 1, 2
+_SO_SNDBUF, _SO_SNDBUFFORCE = 7, 32
+_SHARED_ANONYMOUS = 0x21
+"""MAP_SHARED (a bit of MAP_SHARED_VALIDATE, too) and MAP_ANONYMOUS."""
 
 _PR_SET_SECCOMP, _MODE_FILTER = 22, 2
 _LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_AND = 0x54
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
-# Offsets in the kernel's `struct seccomp_data`; of the first argument the lower half, which is all that an int has.
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
+# Offsets in the kernel's `struct seccomp_data`; of arguments the lower half, which is all that an int has.
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT, _THIRD_ARGUMENT = 0, 4, 16, 24, 32
+_FOURTH_ARGUMENT = 40
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -158,6 +169,9 @@ def _program(machine: str) -> bytes:
     emit(_JUMP_EQUAL, _CLONE3[column], "unknown")
     emit(_JUMP_EQUAL, _SOCKET[column], "socket")
     emit(_JUMP_EQUAL, _SOCKETPAIR[column], "socket")
+    emit(_JUMP_EQUAL, _SIGACTION[column], "signal")
+    emit(_JUMP_EQUAL, _SETSOCKOPT[column], "option")
+    emit(_JUMP_EQUAL, _MMAP[column], "map")
     emit(_JUMP_EQUAL, _PRLIMIT[column], "limit", "allow")
     label("clone")
     emit(_LOAD, _FIRST_ARGUMENT)
@@ -165,6 +179,21 @@ def _program(machine: str) -> bytes:
     label("socket")
     emit(_LOAD, _FIRST_ARGUMENT)
     emit(_JUMP_EQUAL, _AF_UNIX, "allow", "forbid")
+    label("signal")
+    emit(_LOAD, _FIRST_ARGUMENT)
+    emit(_JUMP_EQUAL, signal.SIGCHLD, "", "allow")
+    for half in (0, 4):  # A null pointer only asks.
+        emit(_LOAD, _SECOND_ARGUMENT + half)
+        emit(_JUMP_EQUAL, 0, "", "forbid")
+    emit(_JUMP_EQUAL, 0, "allow", "allow")
+    label("map")
+    emit(_LOAD, _FOURTH_ARGUMENT)
+    emit(_AND, _SHARED_ANONYMOUS)
+    emit(_JUMP_EQUAL, _SHARED_ANONYMOUS, "forbid", "allow")
+    label("option")
+    emit(_LOAD, _THIRD_ARGUMENT)
+    emit(_JUMP_EQUAL, _SO_SNDBUF, "forbid")
+    emit(_JUMP_EQUAL, _SO_SNDBUFFORCE, "forbid", "allow")
     label("limit")
     emit(_LOAD, _FIRST_ARGUMENT)
     emit(_JUMP_EQUAL, 0, "allow", "forbid")  # 0 is the caller itself.
@@ -188,6 +217,9 @@ def unfiltered() -> list[str]:
     flags = {"msgget": 0}
     attempts = [(name, numbers[column], (-1, flags.get(name, -1), -1, -1, -1)) for name, numbers in _FORBIDDEN.items()]
     attempts += [("socket", _SOCKET[column], (_AF_INET, 1, 0, 0, 0)), ("prlimit", _PRLIMIT[column], (1, 0, 0, 0, 0))]
+    attempts += [("rt_sigaction", _SIGACTION[column], (signal.SIGCHLD, -1, 0, 8, 0))]
+    attempts += [("mmap", _MMAP[column], (0, 0, 0, _SHARED_ANONYMOUS, -1))]
+    attempts += [("setsockopt", _SETSOCKOPT[column], (-1, 1, _SO_SNDBUF, 0, 0))]
     attempts += [("clone", _CLONE[column], (0x10000000 | signal.SIGCHLD, 0, 0, 0, 0))]
     found = []
     for name, number, arguments in attempts:

@@ -21,6 +21,7 @@ __all__ = [
     "mapped",
     "may_change_namespace",
     "new_process_namespace",
+    "one_heap",
     "refresh_scratch",
     "resident",
     "usage",
@@ -32,6 +33,7 @@ for _name in ("capset", "mount", "prctl", "setns", "umount2", "unshare"):
 _CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWPID = 0x00020000, 0x08000000, 0x20000000
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_PRIVATE = 2, 4, 8, 0x4000, 0x40000
 _MNT_DETACH = 2
+_M_ARENA_MAX = -8
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 # Version 3 of the interface, this process; then effective, permitted and inheritable sets, twice 32 bits: all empty.
 _CAPABILITY_HEADER, _NO_CAPABILITIES = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
@@ -49,6 +51,13 @@ def _call(function: str, *arguments: object) -> None:
     if getattr(_libc, function)(*arguments) == -1:
         number = ctypes.get_errno()
         raise OSError(number, f"{function}: {os.strerror(number)}")
+
+
+def one_heap() -> None:
+    """Has all threads of this process and of its forks allocate from one heap. glibc would reserve 64 MB of address
+    space for each thread, and a handful of them would reach a program's limit of memory."""
+    if hasattr(_libc, "mallopt"):
+        _libc.mallopt(_M_ARENA_MAX, 1)
 
 
 def may_change_namespace(own: int) -> bool:

@@ -37,6 +37,7 @@ __all__ = [
 MAX_DEPTH = 200
 _HEADER = struct.Struct(">I")
 _MAX_DIGITS = 25
+_MAX_COLLISIONS = 1000
 _TYPES = {t.__name__: t for t in (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset)}
 
 
@@ -88,7 +89,7 @@ def decode(form: Any) -> Any:
     """The value whose `encode` is `form`, made of exact builtins only. Raises NotCarried."""
     try:
         return _decode(form)
-    except (TypeError, ValueError, RecursionError) as error:
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise NotCarried(f"a malformed value ({type(error).__name__})") from error
 
 
@@ -104,13 +105,15 @@ def _decode(form: Any, depth: int = 0) -> Any:
     if tag == "t":
         return tuple(_decode(item, below) for item in body)
     if tag == "d":
-        return {_decode(key, below): _decode(item, below) for key, item in body}
+        pairs = [(_decode(key, below), _decode(item, below)) for key, item in body]
+        _check_hashes([key for key, _ in pairs])
+        return dict(pairs)
     # In two steps, as Python makes a set from a literal of constants: the order in which a set lists its members
     # depends on how it was made, and a program should see the one that it would see in the test's own process.
-    if tag == "s":
-        return set(frozenset(_decode(item, below) for item in body))
-    if tag == "z":
-        return frozenset({_decode(item, below) for item in body})
+    if tag in ("s", "z"):
+        members = [_decode(item, below) for item in body]
+        _check_hashes(members)
+        return set(frozenset(members)) if tag == "s" else frozenset(set(members))
     if tag == "i":
         return int(body, 16)
     if tag == "f":
@@ -123,6 +126,12 @@ def _decode(form: Any, depth: int = 0) -> Any:
     if tag == "y" and isinstance(body, str) and body in _TYPES:
         return _TYPES[body]
     raise ValueError(f"unknown tag {tag!r}")
+
+
+def _check_hashes(members: list[Any]) -> None:
+    """Refuses members chosen to have equal hashes, of which a set or dict takes quadratic time to make."""
+    if len(members) - len(set(map(hash, members))) > _MAX_COLLISIONS:
+        raise ValueError("too many members of equal hash")
 
 
 def _int(digits: str) -> int:

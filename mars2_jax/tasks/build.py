@@ -71,7 +71,10 @@ class Problems(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type
         for entry in self._read():
             problem = entry.problem
             row = [problem.id, problem.difficulty, entry.date, bool(problem.public)]
-            index[_tfds_split(entry.split)].append(row)
+            try:
+                index[_tfds_split(entry.split)].append(row)
+            except DataError as error:
+                raise DataError(f"problem {problem.id!r}: {error}") from None
             self._advance()
         self.info.metadata["index"] = dict(index)
         return {split: self._generate_examples(split) for split in index}
@@ -134,6 +137,7 @@ def build(
     """
     root = pathlib.Path(folder).expanduser()
     target = root / NAME / VERSION
+    new = not root.exists()
     with storage(root):
         root.mkdir(parents=True, exist_ok=True)
         lock = (root / ".lock").open("w")
@@ -144,20 +148,25 @@ def build(
             raise DataError(f"another build is at work in {root}: wait for it or choose another folder") from None
         if target.exists():
             raise DataError(f"{root} holds a problem set already: remove it or choose another folder")
-        with storage(root):
-            for left in (root / NAME).glob(INCOMPLETE):
-                shutil.rmtree(left)
-            told: set[str] = set()
+        try:
+            with storage(root):
+                for left in (root / NAME).glob(INCOMPLETE):
+                    shutil.rmtree(left)
+                told: set[str] = set()
 
-            def tell_once(error: DataError) -> None:
-                # The source is read once for each split and once before.
-                if on_bad is not None and str(error) not in told:
-                    told.add(str(error))
-                    on_bad(error)
+                def tell_once(error: DataError) -> None:
+                    # The source is read once for each split and once before.
+                    if on_bad is not None and str(error) not in told:
+                        told.add(str(error))
+                        on_bad(error)
 
-            read = lambda: entries(source, public_tests=public_tests, on_bad=tell_once if on_bad else None)
-            # TFDS makes a folder for downloads, though there are none.
-            with _quiet(), tempfile.TemporaryDirectory() as nowhere:
-                builder = Problems(read=read, progress=progress, data_dir=str(root))
-                builder.download_and_prepare(download_dir=nowhere)
+                read = lambda: entries(source, public_tests=public_tests, on_bad=tell_once if on_bad else None)
+                # TFDS makes a folder for downloads, though there are none.
+                with _quiet(), tempfile.TemporaryDirectory() as nowhere:
+                    builder = Problems(read=read, progress=progress, data_dir=str(root))
+                    builder.download_and_prepare(download_dir=nowhere)
+        except BaseException:
+            if new:
+                shutil.rmtree(root, ignore_errors=True)
+            raise
     return target

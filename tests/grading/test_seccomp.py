@@ -67,7 +67,7 @@ ORDINARY = {
         """,
     "ctypes_and_mmap": """
         import ctypes, mmap
-        area = mmap.mmap(-1, 1 << 20)
+        area = mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE)
         area[:2] = b"ok"
         print(ctypes.string_at(ctypes.addressof(ctypes.c_char.from_buffer(area)), 2).decode())
         """,
@@ -118,7 +118,7 @@ def test_every_call_on_the_list_is_forbidden(grader):
 
 def test_what_python_can_say_of_them(grader):
     problem, program = run("""
-        import ctypes, errno, os, resource, socket
+        import ctypes, errno, mmap, os, resource, signal, socket
         libc = ctypes.CDLL(None, use_errno=True)
         def forbidden(call, *arguments):
             try:
@@ -130,6 +130,16 @@ def test_what_python_can_say_of_them(grader):
         assert forbidden(socket.socket)
         assert forbidden(socket.socket, socket.AF_NETLINK, socket.SOCK_RAW)
         assert forbidden(resource.prlimit, os.getppid(), resource.RLIMIT_NOFILE, (9, 9))
+        assert forbidden(mmap.mmap, -1, 1 << 20)
+        assert forbidden(signal.signal, signal.SIGCHLD, signal.SIG_IGN)
+        assert forbidden(socket.socketpair()[0].setsockopt, socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL
+        with open("/dev/zero", "rb+", 0) as zero:
+            assert zero.read(2) == bytes(2)
+            try:
+                assert not mmap.mmap(zero.fileno(), 1 << 20)
+            except OSError as error:
+                assert error.errno == errno.ENODEV
         for call in (libc.unshare, libc.setns, libc.ptrace, libc.chroot):
             assert call(0, 0, 0, 0, 0) == -1 and ctypes.get_errno() == errno.EPERM
         assert libc.syscall(435, 0, 0) == -1 and ctypes.get_errno() == errno.ENOSYS  # clone3
@@ -168,9 +178,9 @@ def test_other_machines_have_none(monkeypatch, machine):
 ALLOW, EPERM, ENOSYS = 0x7FFF0000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
 
 
-def verdict(program, architecture, number, argument=0):
+def verdict(program, architecture, number, *arguments):
     """What the kernel makes of a call: an interpreter of the instructions that the filter has."""
-    data = struct.pack("=IIQ6Q", number, architecture, 0, argument, 0, 0, 0, 0, 0)
+    data = struct.pack("=IIQ6Q", number, architecture, 0, *arguments, *[0] * (6 - len(arguments)))
     lines = list(struct.iter_unpack("=HBBI", program))
     accumulator, at = 0, 0
     while True:
@@ -178,6 +188,8 @@ def verdict(program, architecture, number, argument=0):
         at += 1
         if code == 0x20:
             (accumulator,) = struct.unpack_from("=I", data, operand)
+        elif code == 0x54:
+            accumulator &= operand
         elif code == 0x06:
             return operand
         else:
@@ -207,6 +219,11 @@ def test_the_filter_of_each_machine(machine, architecture, read, clone, clone3, 
     for family in special - {clone, clone3, prlimit}:
         assert [call(family, domain) for domain in (1, 2, 10, 16, 17)] == [ALLOW] + [EPERM] * 4
     assert [call(prlimit, pid) for pid in (0, 1, 1234)] == [ALLOW, EPERM, EPERM]
+    sigaction, setsockopt, mmap = ((13, 54, 9), (134, 208, 222))[column]
+    asked = [(17, 0), (17, 5), (17, 1 << 32), (2, 5)]
+    assert [call(sigaction, *pair) for pair in asked] == [ALLOW, EPERM, EPERM, ALLOW]
+    assert [call(setsockopt, 3, 1, option) for option in (7, 32, 2)] == [EPERM, EPERM, ALLOW]
+    assert [call(mmap, 0, 1, 3, flags) for flags in (0x21, 0x23, 0x22, 0x01)] == [EPERM, EPERM, ALLOW, ALLOW]
     # The calls of another architecture, and on x86-64 those of its x32.
     assert verdict(program, 0x40000003, read) == EPERM
     assert call(0x40000000 + read) == (EPERM if column == 0 else ALLOW)

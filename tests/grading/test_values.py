@@ -118,6 +118,9 @@ def test_cycles_and_depth_are_not_carried():
         b'{"t":[],"s":[]}',
         b"{}",
         b'{"c":["a",1]}',
+        b'{"c":[{"i":"0x1' + b"0" * 400 + b'"},0]}',
+        b'{"s":[' + b",".join(b"%d" % (i * (2**61 - 1)) for i in range(1, 2000)) + b"]}",
+        b'{"d":[' + b",".join(b"[%d,0]" % (i * (2**61 - 1)) for i in range(1, 2000)) + b"]}",
     ],
 )
 def test_hostile_text_is_refused(text):

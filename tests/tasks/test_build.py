@@ -106,14 +106,33 @@ def test_nothing_is_built_of_a_source_that_is_wrong_somewhere(tmp_path: pathlib.
     path = public.write_parquet(tmp_path / "rows.parquet", [*public.TACO[:2], {"question": "q"}])
     with pytest.raises(DataError, match=r"rows\.parquet:3: field 'input_output' holds no tests"):
         build(f"taco:{path}", str(tmp_path / "built"))
-    with pytest.raises(DataError, match="holds no problem set that was built|did not come to its end"):
-        sources.load(str(tmp_path / "built"), "all")
+    assert not (tmp_path / "built").exists()
     left_out: list[DataError] = []
     build(f"taco:{path}", str(tmp_path / "built"), on_bad=left_out.append)
     assert len(sources.load(str(tmp_path / "built"), "all")) == 2
     assert len(left_out) == 1 and "rows.parquet:3" in str(left_out[0])
     with pytest.raises(DataError, match="holds a problem set already: remove it"):
         build(f"taco:{path}", str(tmp_path / "built"), on_bad=left_out.append)
+
+
+def test_lines_that_are_no_records_are_left_out(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    good = {"id": "a", "statement": "s", "hidden": [{"stdin": "", "stdout": ""}]}
+    path.write_bytes(json.dumps(good).encode() + b'\n{"id": "b\n"\xe9"\n[]\n')
+    left_out: list[DataError] = []
+    build(str(path), str(tmp_path / "built"), on_bad=left_out.append)
+    assert len(sources.load(str(tmp_path / "built"), "all")) == 1
+    said = [str(error).removeprefix(f"{path}:") for error in left_out]
+    assert [text[:5] for text in said] == ["2: no", "3: by", "4: ho"]
+    assert said[1] == "3: byte 2 is not UTF-8: save the file as UTF-8"
+
+
+def test_a_split_that_cannot_be_built_is_named_and_leaves_nothing(tmp_path: pathlib.Path) -> None:
+    record = {"id": "a", "statement": "s", "split": "../x", "hidden": [{"stdin": "", "stdout": ""}]}
+    (tmp_path / "mine.jsonl").write_text(json.dumps(record))
+    with pytest.raises(DataError, match="problem 'a': split '../x' cannot be built"):
+        build(str(tmp_path / "mine.jsonl"), str(tmp_path / "built"))
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.jsonl"]
 
 
 def test_a_build_that_was_killed_leaves_no_set(tmp_path: pathlib.Path) -> None:
