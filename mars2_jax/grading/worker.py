@@ -13,7 +13,7 @@ from typing import Any
 
 from mars2_jax.errors import SandboxError
 from mars2_jax.grading import sandbox, seccomp
-from mars2_jax.grading.checkers import Checkers
+from mars2_jax.grading.checkers import CheckerFailed, Checkers
 from mars2_jax.grading.compare import COMPARATORS
 from mars2_jax.grading.judge import Compare, compile_failure, judge
 from mars2_jax.grading.values import NotCarried, decode, read_frame, write_all, write_frame
@@ -24,6 +24,9 @@ __all__ = ["Worker", "WorkerDied"]
 # Beyond a test's own wall limit, which the supervisor keeps: a sandbox that is silent for longer is dead.
 _GRACE_SECONDS = 30.0
 _START_SECONDS = 30.0
+# Of a program that loops or sleeps in every one of hundreds of tests, the rest would hold a worker for an hour.
+_MOST_TIMEOUTS = 3
+_NOT_RUN = TestResult(Verdict.TIMEOUT, error=f"not run: {_MOST_TIMEOUTS} tests before it timed out")
 
 
 class WorkerDied(Exception):
@@ -73,7 +76,8 @@ class Worker:
         self._process.stderr.close()  # type: ignore[union-attr]
 
     def grade(self, job: dict[str, Any]) -> list[TestResult | None]:
-        """Runs the tests in order; None for those after the first failure where `job["stop"]` is set.
+        """Runs the tests in order; None for those after the first failure where `job["stop"]` is set. Once three have
+        timed out, the others count as timed out, too, and are not run.
 
         Raises:
           WorkerDied: the worker must be closed.
@@ -89,10 +93,15 @@ class Worker:
             failure = compile_failure(compiled)
             return [failure if i == 0 or not job["stop"] else None for i in range(len(tests))]
         compare = self._comparator(job["compare"])
+        timeouts = 0
         for i, test in enumerate(tests):
             self._send_test(test)
             result = results[i] = judge(test, self._receive(patience), compare)
             if job["stop"] and result.verdict is not Verdict.PASS:
+                break
+            timeouts += result.verdict is Verdict.TIMEOUT
+            if timeouts == _MOST_TIMEOUTS:
+                results[i + 1 :] = [_NOT_RUN] * (len(tests) - i - 1)
                 break
         self._send({"kind": "end"})
         return results
@@ -115,8 +124,19 @@ class Worker:
             return lambda test, expected, actual: (outputs if test["kind"] == "stdio" else values)(expected, actual)
         checkers = self._checkers
         assert checkers is not None  # The client lets only known names through.
-        given = lambda test: test["stdin"] if test["kind"] == "stdio" else decode(test["call"])
-        return lambda test, expected, actual: checkers(name, given(test), expected, actual)
+
+        def ask(test: dict[str, Any], expected: Any, actual: Any) -> bool:
+            given = test["stdin"] if test["kind"] == "stdio" else decode(test["call"])
+            with contextlib.suppress(CheckerFailed):
+                return checkers(name, given, expected, actual)
+            # Its own fault only where it cannot judge the right answer either: or programs could void their grades with
+            # answers that it cannot read.
+            checkers(name, given, expected, expected)
+            with contextlib.suppress(CheckerFailed):
+                return checkers(name, given, expected, actual)
+            return False
+
+        return ask
 
     def _send(self, frame: dict[str, Any]) -> None:
         self._write(write_frame, frame)

@@ -49,9 +49,15 @@ def test_a_checker_that_fails_is_the_graders_fault(own_grader, name, said):
     grade = own_grader.grade("print(3)", stdio(name))
     assert grade.verdict is Verdict.INFRA
     assert grade.public[0].error.startswith(said)
-    # An answer that a checker cannot read is the checker's to judge; it raises here, on a text that is no number.
-    assert own_grader.grade("print('x')", stdio("divisor")).public[0].error.startswith("checker 'divisor' raised Value")
     assert own_grader.grade("print(3)", stdio("divisor")).verdict is Verdict.PASS
+
+
+def test_a_program_cannot_void_its_grade_with_an_answer_that_the_checker_cannot_read(own_grader):
+    """The checker raises here, on a text that is no number. It can judge what was expected: the answer is wrong."""
+    assert own_grader.grade("print('x')", stdio("divisor")).verdict is Verdict.WRONG
+    # Here it cannot judge that either.
+    grade = own_grader.grade("print('x')", stdio("divisor", stdout="y"))
+    assert grade.verdict is Verdict.INFRA and grade.public[0].error.startswith("checker 'divisor' raised ValueError")
 
 
 def test_a_checker_that_does_not_end_is_stopped(monkeypatch):

@@ -124,6 +124,18 @@ def test_a_program_just_over_the_cpu_limit_does_not_pass(grader):
     assert (fast.verdict, slow.verdict) == (Verdict.PASS, Verdict.TIMEOUT)
 
 
+def test_of_a_program_that_never_ends_three_tests_are_run(grader):
+    """It passes the first of 200, and the one in the middle of its loops."""
+    limits = Limits(cpu_seconds=0.1, wall_seconds=5.0, memory_mb=256, output_kb=64)
+    tests = [(str(i), str(i)) for i in range(200)]
+    program = "n = int(input())\nwhile n not in (0, 2): pass\nprint(n)"
+    grade = grader.grade(program, stdio(*tests, limits=limits))
+    ran = [Verdict.PASS, Verdict.TIMEOUT, Verdict.PASS, Verdict.TIMEOUT, Verdict.TIMEOUT]
+    assert [result.verdict for result in grade.public] == ran + [Verdict.TIMEOUT] * 195
+    assert grade.public[4].cpu_seconds > 0
+    assert {(r.error, r.cpu_seconds) for r in grade.public[5:]} == {("not run: 3 tests before it timed out", 0.0)}
+
+
 def test_a_megabyte_of_output_is_no_timeout(grader):
     limits = Limits(cpu_seconds=2.0, output_kb=2048)
     grade = grader.grade("print('x' * (1 << 20))", stdio(("", "x" * (1 << 20)), limits=limits))
