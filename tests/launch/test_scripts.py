@@ -148,7 +148,8 @@ def test_local_processes_do_not_start_again_for_ever_nor_after_a_mistake(here):
 def start(here, script, *arguments, trained, **more):
     """A script whose training waits, once so many processes of it do."""
     process = subprocess.Popen(
-        ["bash", str(ROOT / "launch" / script), *arguments],
+        # A shell cannot trap what was ignored when it began, as SIGINT is where tests run in the background.
+        ["env", "--default-signal=INT", "bash", str(ROOT / "launch" / script), *arguments],
         env=environment(here, **more),
         stderr=subprocess.PIPE,
         text=True,
