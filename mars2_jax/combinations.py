@@ -201,13 +201,13 @@ def _check_search(config: ConfigDict) -> None:
         )
     flat, blind = strategy in ("grpo", "flat_multi"), strategy in ("best_first", "round_robin")
     defaults = default_config().search
-    unused = ["guidance", "guidance_decay"] if flat or blind else []
+    unused = ["order", "posterior", "guidance", "guidance_decay"] if flat or blind else []
     unused += ["max_depth", "max_children", "in_tree_parallelism", "stop_when_solved"] if flat else []
     for key in unused:
         if search[key] != defaults[key]:
             raise ConfigError(
-                f"config.search.{key} is {search[key]}, but strategy {strategy!r} does not use it: leave it at "
-                f"{defaults[key]}"
+                f"config.search.{key} is {search[key]!r}, but strategy {strategy!r} does not use it: leave it at "
+                f"{defaults[key]!r}"
             )
     if blind and not search.max_children:
         raise ConfigError(f"config.search.max_children is 0; strategy {strategy!r} fills node after node: set it")

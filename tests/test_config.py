@@ -95,6 +95,10 @@ def test_a_value_of_another_type_is_refused(name, value):
     [
         ("search.order", "agent_frst", "'agent_frst'; it may be agent_first, node_first; did you mean agent_first?"),
         ("search.nodes", 0, "is 0; it must be at least 1"),
+        ("search.nodes", 2**31, "at least 1 and at most 1048576"),
+        ("rollout.slots", 2**40, "at least 1 and at most 1048576"),
+        ("search.max_depth", 2**31, "is 2147483648; it must be at least 0 and at most 2147483647"),
+        ("search.max_children", 2**31, "at most 2147483647"),
         ("rollout.top_p", 0.0, "is 0.0; it must be above 0 and at most 1"),
         ("rollout.top_p", 1.5, "is 1.5; it must be above 0 and at most 1"),
         ("rollout.min_p", 1.0, "is 1.0; it must be at least 0 and below 1"),
@@ -248,6 +252,12 @@ def test_written_config_is_the_whole_of_it(tmp_path):
         (2, dict(strategy="flat_multi", in_tree_parallelism=2), "search.in_tree_parallelism is 2, but strategy"),
         (1, dict(strategy="grpo", stop_when_solved=True), "search.stop_when_solved is True, but strategy 'grpo'"),
         (2, dict(strategy="round_robin", max_children=2, guidance=0.98), "search.guidance is 0.98, but strategy"),
+        (
+            2,
+            dict(strategy="flat_multi", order="node_first"),
+            "search.order is 'node_first', but .* leave it at 'agent_",
+        ),
+        (2, dict(strategy="best_first", max_children=2, posterior="gaussian"), "search.posterior is 'gaussian', but"),
         (2, dict(strategy="best_first"), "max_children is 0; strategy 'best_first' fills node after node: set it"),
         (2, dict(max_depth=2, max_children=2), "search.nodes is 8, but .* a tree holds 6"),
         (2, dict(max_depth=10**9, max_children=1, nodes=9), None),

@@ -170,7 +170,7 @@ class Engine:
         Raises:
           PromptTooLong: the prompt and the budget together pass the engine's capacity.
           ValueError: an id that is open, an empty prompt, a token that the vocabulary does not have, a response that
-            is whole or has used its budget up, or stop strings for an engine that cannot read text.
+            is whole or has used its budget up, a key that is none, or stop strings for an engine that cannot read text.
         """
         length, budget = len(request.prompt), request.sampling.max_new_tokens
         if request.id in self._open:
@@ -191,6 +191,8 @@ class Engine:
         context = request.context
         if context.min() < 0 or context.max() >= self._config.vocab_size:
             raise ValueError(f"request {request.id}: token ids must lie in [0, {self._config.vocab_size})")
+        if np.shape(request.key) != (2,) or np.asarray(request.key).dtype != np.uint32:
+            raise ValueError(f"request {request.id}: its key must be uint32[2], the data of a threefry key")
         if request.sampling.stop and self._detokenize is None:
             raise ValueError(f"request {request.id} has stop strings: give the engine a detokenize function")
         self._queue.append((self._submitted, request))

@@ -106,13 +106,13 @@ def sample(
     rows, vocab = logits.shape
     blocks = _blocks(vocab)
     greedy = params.temperature <= 0
-    scaled = logits / jnp.where(greedy, 1.0, params.temperature)[:, None]
+    # From the maximum down: the quotient of a small temperature has no upper end, and inf - inf would be no number.
+    scaled = (logits - logits.max(-1, keepdims=True)) / jnp.where(greedy, 1.0, params.temperature)[:, None]
     filtered = jnp.any((params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0))
     threshold = jax.lax.cond(
         filtered, lambda: filter_threshold(scaled, params), lambda: jnp.full((rows,), -jnp.inf, logits.dtype)
     )
-    top = scaled.max(-1)
-    mass = jnp.where(scaled >= threshold[:, None], jnp.exp(scaled - top[:, None]), 0.0).reshape(rows, blocks, -1)
+    mass = jnp.where(scaled >= threshold[:, None], jnp.exp(scaled), 0.0).reshape(rows, blocks, -1)
     block_mass = mass.sum(-1)
     total = block_mass.sum(-1)
 
@@ -129,10 +129,10 @@ def sample(
     plain = jnp.all(params.temperature == 1) & ~filtered
     score = jax.lax.cond(
         plain,
-        lambda: chosen - top - log_total,
+        lambda: chosen - log_total,
         lambda: jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0] - jax.nn.logsumexp(logits, axis=-1),
     )
-    return token, jnp.where(greedy, score, chosen - top - log_total), score
+    return token, jnp.where(greedy, score, chosen - log_total), score
 
 
 def _pick(mass: Float[Array, "rows n"], u: Float[Array, " rows"]) -> Int[Array, " rows"]:

@@ -34,7 +34,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not (self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1 and 0 <= self.min_p < 1):
+        if not (self.temperature >= 0 and 0 <= self.top_k < 2**31 and 0 < self.top_p <= 1 and 0 <= self.min_p < 1):
             raise ValueError(f"sampling parameters out of range: {self}")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, is {self.max_new_tokens}")

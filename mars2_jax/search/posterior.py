@@ -55,7 +55,7 @@ def _student(key: PRNGKeyArray, nu: Float[Array, "*shape"]) -> Float[Array, "*sh
 
 
 def _gamma(key: PRNGKeyArray, shape: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Gamma(shape, 1), for shape >= ½.
+    """Gamma(shape, 1), for shape >= ½; NaN for any other, of which no proposal would ever be accepted.
 
     Marsaglia and Tsang (2000) for shape + 1, times U^(1/shape). Each round proposes for the whole array; at
     shape + 1 >= 1.5 a proposal is accepted with probability above 0.97, so that a few rounds settle thousands of draws.
@@ -79,7 +79,8 @@ def _gamma(key: PRNGKeyArray, shape: Float[Array, "*shape"]) -> Float[Array, "*s
         accept = positive & (jnp.log(u[1]) < 0.5 * x * x + d - d * v + d * jnp.log(v))
         return i + 1, settled | accept, jnp.where(settled | ~accept, value, d * v * jnp.exp(jnp.log(u[2]) / shape))
 
-    start = (jnp.int32(0), jnp.zeros(shape.shape, bool), jnp.zeros_like(shape))
+    wrong = ~(shape >= 0.5)  # NaN, too
+    start = (jnp.int32(0), wrong, jnp.where(wrong, jnp.nan, jnp.zeros_like(shape)))
     return jax.lax.while_loop(unsettled, propose, start)[2]
 
 

@@ -104,7 +104,8 @@ class Agent:
             Learner.create,
             learning=run.learning,
             optimizer=config.optimizer,
-            temperature=rollout.temperature,
+            # An evaluation may search with greedy text: then nothing is scored.
+            temperature=rollout.temperature if learn else 1.0,
             budget=rollout.max_new_tokens,
         )
         self.learner = learner(decoder)

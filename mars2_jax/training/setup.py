@@ -46,6 +46,9 @@ __all__ = [
     "training_sampling",
 ]
 
+_COLDEST = 1e-3
+"""Lowest temperature of training."""
+
 
 def train_problems(config: FrozenConfigDict) -> Sequence[Problem]:
     """The training problems.
@@ -236,6 +239,11 @@ def check_trainable(config: FrozenConfigDict) -> None:
     rollout = config.rollout
     if rollout.temperature == 0:
         raise ConfigError("config.rollout.temperature is 0; training needs it above 0: greedy text has no ratio")
+    if rollout.temperature < _COLDEST:
+        raise ConfigError(
+            f"config.rollout.temperature is {rollout.temperature}; training needs at least {_COLDEST}: the update "
+            "divides by it, and text that is as good as greedy has no ratio"
+        )
     if rollout.top_k or rollout.top_p < 1 or rollout.min_p:
         raise ConfigError(
             "config.rollout.top_k, top_p and min_p must be off (0, 1, 0) in training: the update takes probabilities "

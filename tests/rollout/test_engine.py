@@ -171,6 +171,9 @@ def test_bad_requests_are_refused_and_leave_the_engine_as_it_was(decoder):
         e.submit(request(0, length=0))
     with pytest.raises(ValueError, match="token ids"):
         e.submit(dataclasses.replace(request(0), prompt=np.asarray([TINY.vocab_size], np.int32)))
+    for key in (np.zeros(4, np.uint32), np.asarray([-1, 3]), jax.random.key(0)):
+        with pytest.raises(ValueError, match=r"key must be uint32\[2\]"):
+            e.submit(dataclasses.replace(request(0), key=key))
     assert e.pending == 0 and e.step() == []
     exact = request(0, length=CAPACITY - 12, temperature=0.0)
     assert len(run(e, [exact])[0].tokens) > 0
@@ -196,7 +199,16 @@ def test_no_compilation_after_warm_up(decoder):
 
 
 @pytest.mark.parametrize(
-    "bad", [dict(temperature=-1), dict(top_p=0.0), dict(top_p=1.1), dict(min_p=1.0), dict(top_k=-1), dict(stop=("",))]
+    "bad",
+    [
+        dict(temperature=-1),
+        dict(top_p=0.0),
+        dict(top_p=1.1),
+        dict(min_p=1.0),
+        dict(top_k=-1),
+        dict(top_k=2**31),
+        dict(stop=("",)),
+    ],
 )
 def test_sampling_parameters_out_of_range(bad):
     with pytest.raises(ValueError):

@@ -73,6 +73,19 @@ def test_greedy_takes_the_first_maximum_and_scores_it_at_temperature_one():
     np.testing.assert_array_equal(logprob, score)
 
 
+@pytest.mark.parametrize("temperature", [1e-37, 1e-30, 1e-6])
+@pytest.mark.parametrize("filters", [dict(), dict(top_k=5), dict(top_p=0.9), dict(min_p=0.1)])
+def test_a_temperature_near_zero_takes_the_maximum(temperature, filters):
+    """Logits over 1e-37 are beyond the largest float32."""
+    logits = np.random.default_rng(4).normal(0, 30, (6, VOCAB)).astype(np.float32)
+    token, logprob, score = draw(
+        jnp.asarray(logits), jnp.ones((6, 2), jnp.uint32), jnp.arange(6), params(6, temperature, **filters)
+    )
+    np.testing.assert_array_equal(token, logits.argmax(-1))
+    np.testing.assert_allclose(logprob, 0, atol=1e-6)
+    assert np.isfinite(score).all()
+
+
 THRESHOLD = jax.jit(filter_threshold)
 
 

@@ -79,3 +79,10 @@ def test_no_statistics_give_a_value_that_is_not_finite(draw):
         value = jnp.float32(r)
         told = jnp.stack([n, n * value * (1 + 1e-6), n * value * value * (1 - 1e-6)])
         assert jnp.isfinite(draw(jax.random.key(1), told)).all()
+
+
+def test_what_is_no_reward_hangs_nothing():
+    """A rejection loop in a compiled program cannot be interrupted."""
+    odd = jnp.asarray([[1.0, 1.0, 3.0], [jnp.nan, -9.0, 1.0], [1.0, 1.0, 1.0]])
+    draws = beta(jax.random.key(0), odd)
+    assert np.isnan(draws[:2]).all() and 0 < draws[2] < 1

@@ -24,7 +24,7 @@ from mars2_jax.training.checkpoint import Checkpointer
 from mars2_jax.training.evaluation import run_evaluation
 from mars2_jax.training.metrics import read_metrics
 from mars2_jax.training.records import check_graded
-from mars2_jax.training.setup import claim
+from mars2_jax.training.setup import Setup, claim
 from mars2_jax.training.trainer import check_resumable, train
 from mars2_jax.training.trees import read_trees, trees_path
 from mars2_jax.validation import validate
@@ -491,6 +491,7 @@ def test_a_grader_that_fails_on_every_program_ends_the_run():
             "agents.bob.model.attention .* TPUs only",
         ),
         (lambda c: c.rollout.update(temperature=0.0), ConfigError, "config.rollout.temperature is 0"),
+        (lambda c: c.rollout.update(temperature=1e-37), ConfigError, "temperature is 1e-37; .* at least 0.001"),
         (lambda c: c.rollout.update(top_p=0.9), ConfigError, "must be off"),
         (lambda c: c.eval.update(max_prompt_tokens=20), PromptTooLong, "config.eval.max_prompt_tokens=20"),
         (
@@ -507,6 +508,15 @@ def test_mistakes_are_named_before_any_work(finished, tmp_path, change, error, m
     with pytest.raises(error, match=message):
         run(config, tmp_path / "run")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_agents_that_only_play_may_be_greedy(folder):
+    config = tiny_config(folder)
+    config.rollout.temperature = 0.0
+    frozen = FrozenConfigDict(config)
+    assert len(Setup.check(frozen, learn=False).team(learn=False)) == 2
+    with pytest.raises(ConfigError, match="must be above 0 to train"):
+        Setup.check(frozen).team()
 
 
 def test_a_frozen_agent_plays_and_does_not_learn(folder, tmp_path):
