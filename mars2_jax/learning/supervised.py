@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,14 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Sharding
 from jaxtyping import Array, Float, Int
 
 from mars2_jax.learning.accumulate import sum_gradients
 from mars2_jax.learning.logprobs import response_logprobs
 from mars2_jax.learning.optimizer import learning_rate, make_optimizer
 from mars2_jax.learning.rows import Rows, make_rows, pack, packed_length
-from mars2_jax.learning.update import Learner, Metrics, TrainState
+from mars2_jax.learning.update import Learner, Metrics, TrainState, step_program
 from mars2_jax.models.buckets import bucket
 
 __all__ = ["PairBatch", "fit", "make_pair_batch", "mean_loss"]
@@ -85,8 +83,7 @@ def fit(
       The new state; metrics, float32 scalars: `loss` (nats a token) and `entropy` before the update, `grad_norm` before
       clipping, `learning_rate`, `tokens` (of responses).
     """
-    leaves, structure = jax.tree.flatten(state)
-    return _program(learner, structure, tuple(x.sharding for x in leaves))(state, batch, base)
+    return step_program(_fit, learner, state, results=1)(state, batch, base)
 
 
 def mean_loss(
@@ -104,18 +101,6 @@ def mean_loss(
     """
     scores = learner.score_responses(params, prompts, responses, base, longest=longest)
     return -float(np.concatenate(scores).astype(np.float64).mean())
-
-
-@functools.cache
-def _program(learner: Learner, structure: Any, shardings: tuple[Sharding, ...]) -> Any:
-    # The new state lies where the old one did, as in `Learner.program`.
-    placement = jax.tree.unflatten(structure, shardings)
-    return jax.jit(
-        functools.partial(_fit, learner),
-        donate_argnums=0,
-        in_shardings=(placement, None, None),
-        out_shardings=(placement, None),
-    )
 
 
 def _fit(learner: Learner, state: TrainState, batch: PairBatch, base: nnx.State | None) -> tuple[TrainState, Metrics]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ from mars2_jax.learning.rows import Rows, make_rows, pack, packed_length
 from mars2_jax.models.decoder import Decoder
 from mars2_jax.parallel.exchange import to_host
 
-__all__ = ["Learner", "Metrics", "TrainState"]
+__all__ = ["Learner", "Metrics", "TrainState", "step_program"]
 
 Metrics = dict[str, Float[Array, ""]]
 
@@ -191,14 +191,8 @@ class Learner:
         return self.program(state)(state, batch, base)
 
     def program(self, state: TrainState) -> Any:
-        """The compiled update, (state, batch, base) -> what `update` returns, for states that lie where this one does.
-
-        `state` may be abstract; `.lower(state, batch, base)` then compiles ahead of time. The new state lies where the
-        old one did: left to the compiler, a weight could come back in another place, and the next call would compile
-        again.
-        """
-        leaves, structure = jax.tree.flatten(state)
-        return _program(self, structure, tuple(x.sharding for x in leaves))
+        """The compiled update, (state, batch, base) -> what `update` returns. See `step_program`."""
+        return step_program(_update, self, state, results=2)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -250,14 +244,33 @@ def _member(rows: Rows, samples: int) -> Member:
     return rows.mask[:, None] & (segment[:, None] == 1 + jnp.arange(samples)[:, None])
 
 
+def step_program(step: Callable[..., Any], learner: Learner, state: TrainState, results: int) -> Any:
+    """The compiled (state, batch, base) -> (new state, ...) of a step of some learning, for states that lie where this
+    one does, which it donates.
+
+    The new state lies where the old one did: left to the compiler, a weight could come back in another place, and the
+    next call would compile again.
+
+    Args:
+      step: (learner, state, batch, base) -> (new state, ...), a function of a module: programs are kept by it.
+      learner: what it is given first.
+      state: may be abstract; `.lower(state, batch, base)` of the result then compiles ahead of time.
+      results: how many `step` returns beside the state.
+    """
+    leaves, structure = jax.tree.flatten(state)
+    return _step_program(step, learner, structure, tuple(x.sharding for x in leaves), results)
+
+
 @functools.cache
-def _program(learner: Learner, structure: Any, shardings: tuple[Sharding, ...]) -> Any:
+def _step_program(
+    step: Callable[..., Any], learner: Learner, structure: Any, shardings: tuple[Sharding, ...], results: int
+) -> Any:
     placement = jax.tree.unflatten(structure, shardings)
     return jax.jit(
-        functools.partial(_update, learner),
+        functools.partial(step, learner),
         donate_argnums=0,
         in_shardings=(placement, None, None),
-        out_shardings=(placement, None, None),
+        out_shardings=(placement, *(None,) * results),
     )
 
 

@@ -9,6 +9,7 @@ searches is decided in `mars2_jax.search.shares`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -136,7 +137,7 @@ class ProblemIterator:
 
     def get_state(self) -> dict[str, Any]:
         """What a checkpoint keeps: plain JSON, the same on every host. See `get_arrays`, too."""
-        return {"position": self._position, "problems": self._fingerprint()}
+        return {"position": self._position, "problems": self._fingerprint}
 
     def get_arrays(self) -> dict[str, np.ndarray]:
         """What a checkpoint keeps of the curriculum, if there is one, the same on every host."""
@@ -151,7 +152,7 @@ class ProblemIterator:
           ConfigError: the problems are not those that it had.
         """
         known = state.get("problems")
-        if known is not None and known != self._fingerprint():
+        if known is not None and known != self._fingerprint:
             raise ConfigError(
                 "the problems of config.data are not those that the run in this workdir was started with: put the "
                 "problem set back as it was, or choose another --workdir"
@@ -163,7 +164,8 @@ class ProblemIterator:
         if arrays:
             self._rates = PassRates.from_arrays(arrays)
 
+    @functools.cached_property
     def _fingerprint(self) -> str:
-        """Of the problems' ids in their order."""
+        """Of the problems' ids in their order. It is asked for in every step, and a set may be large."""
         ids = self._problems.ids if isinstance(self._problems, PreparedProblems) else [p.id for p in self._problems]
         return hashlib.sha256("\0".join(ids).encode("utf-8", "surrogatepass")).hexdigest()

@@ -36,9 +36,9 @@ from mars2_jax.training.metrics import MetricsWriter
 from mars2_jax.training.pairs import PairSources, grade_parents
 from mars2_jax.training.policy import ModelFile, longest_sample
 from mars2_jax.training.provenance import code_version
+from mars2_jax.training.resuming import check_code, check_resumable
 from mars2_jax.training.setup import check_rows, check_space, claim
 from mars2_jax.training.stopping import Stopped, StopRequest, stop_on_sigterm
-from mars2_jax.training.trainer import check_code, check_resumable
 from mars2_jax.viewer.terminal import Progress, render_summary
 
 __all__ = ["fine_tune"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import logging
 import os
 import pathlib
 import time
@@ -37,6 +36,7 @@ from mars2_jax.training.metrics import MetricsWriter
 from mars2_jax.training.pending import PendingSearch
 from mars2_jax.training.provenance import code_version
 from mars2_jax.training.records import Node, most_telling, pass_rate, search_metrics, tree_rows, written_by
+from mars2_jax.training.resuming import check_code, check_resumable
 from mars2_jax.training.searching import SuspendedStep, search_step
 from mars2_jax.training.setup import (
     Setup,
@@ -50,14 +50,9 @@ from mars2_jax.training.setup import (
 )
 from mars2_jax.training.stopping import Stopped, StopRequest, stop_on_sigterm
 from mars2_jax.training.trees import read_trees, trees_path, write_trees
-from mars2_jax.validation import check_key
 from mars2_jax.viewer.terminal import Progress, render_summary, render_tree
 
-__all__ = ["Trainer", "check_code", "check_resumable", "train"]
-
-_MAY_CHANGE = ("training", "eval", "sft", "grading.isolation", "grading.workers", "grading.cache")
-"""Config keys that a resumed run may change: they do not touch what is learned (`training.steps` only how long).
-`training.may_change` of the resuming config adds others."""
+__all__ = ["Trainer", "train"]
 
 
 def train(
@@ -404,60 +399,3 @@ class Trainer:
 
 def _tokens(written: Sequence[Node]) -> int:
     return sum(len(completion.tokens) for _, _, completion in written)
-
-
-def check_resumable(
-    saved: Mapping[str, Any],
-    now: Mapping[str, Any],
-    may_change: Sequence[str] = (),
-    always: Sequence[str] = _MAY_CHANGE,
-) -> list[str]:
-    """Refuses to go on with a run under a config that would have made another one.
-
-    Args:
-      saved: the config of the checkpoint.
-      now: that of the resuming run.
-      may_change: keys, or groups of them, that may differ beside those that always may.
-      always: those.
-
-    Returns:
-      A line for each key that differs by `may_change`.
-
-    Raises:
-      ConfigError: names the first key that differs and may not.
-    """
-    within = lambda key, allowed: any(key == group or key.startswith(f"{group}.") for group in allowed)
-    before, after = _flat(saved), _flat(now)
-    lines = []
-    for key in sorted(before.keys() | after.keys()):
-        # A key that is younger than the run: it did what the default now does.
-        old, new = before[key] if key in before else check_key(key), after.get(key)
-        if old == new or within(key, always):
-            continue
-        if not within(key, may_change):
-            raise ConfigError(
-                f"config.{key} is {new!r}, but the run in this workdir was started with {old!r}: put it back, allow "
-                f"the change with config.training.may_change=('{key}',), or choose another --workdir"
-            )
-        lines.append(f"config.{key} was {old!r} and is {new!r} from here on")
-    return lines
-
-
-def check_code(saved: Mapping[str, str]) -> None:
-    """Warns where a checkpoint was written by other code than this (see `code_version`)."""
-    now = code_version()
-    if changed := [f"{name} {saved.get(name, '')!r} -> {now[name]!r}" for name in now if saved.get(name) != now[name]]:
-        logging.getLogger(__name__).warning(
-            "the checkpoint was written by other code (%s): what follows may differ from an uninterrupted run",
-            ", ".join(changed),
-        )
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat

@@ -20,8 +20,8 @@ from mars2_jax.training.checkpoint import Checkpointer
 from mars2_jax.training.evaluation import _load_checkpoint
 from mars2_jax.training.export import export_agent
 from mars2_jax.training.metrics import read_metrics
+from mars2_jax.training.resuming import check_resumable
 from mars2_jax.training.setup import Setup
-from mars2_jax.training.trainer import check_resumable
 from mars2_jax.validation import validate
 from tests.training.test_trainer import assert_same_bits, final_state, killed_and_resumed, run
 from tests.training.tiny_team import tiny_config, write_model

@@ -24,8 +24,9 @@ from mars2_jax.training.checkpoint import Checkpointer
 from mars2_jax.training.evaluation import run_evaluation
 from mars2_jax.training.metrics import read_metrics
 from mars2_jax.training.records import check_graded
+from mars2_jax.training.resuming import check_resumable
 from mars2_jax.training.setup import Setup, claim
-from mars2_jax.training.trainer import check_resumable, train
+from mars2_jax.training.trainer import train
 from mars2_jax.training.trees import read_trees, trees_path
 from mars2_jax.validation import validate
 from tests.learning import reference
