@@ -108,8 +108,8 @@ def make_learner(shape: dict[str, Any], **learning_options: Any) -> tuple[Any, A
     return learner, learner.init(nnx.state(model))
 
 
-def make_update_batch(vocab: int, sizes: list[tuple[int, int]], **options: int) -> Any:
-    """Trees of eight nodes, all written by the learning agent, half of them right."""
+def make_update_batch(vocab: int, sizes: list[tuple[int, int]], *, siblings: int = 1, **options: int) -> Any:
+    """Trees of eight nodes, all written by the learning agent, half of them right; so many of them have one prompt."""
     from mars2_jax.learning.batch import Sample, TreeArrays, make_batch
 
     rng, slots = np.random.default_rng(0), np.arange(9)
@@ -123,8 +123,8 @@ def make_update_batch(vocab: int, sizes: list[tuple[int, int]], **options: int) 
             length=np.full(9, response, np.int32),
         )
         lp = rng.normal(-7, 1, response).astype(np.float32)
-        ids = rng.integers(1, vocab, prompt), rng.integers(1, vocab, response)
-        samples.append(Sample(i // 8, 1 + i % 8, *ids, lp, lp, lp))
+        asked = samples[-1].prompt if i % siblings else rng.integers(1, vocab, prompt)
+        samples.append(Sample(i // 8, 1 + i % 8, asked, rng.integers(1, vocab, response), lp, lp, lp))
     return make_batch(samples, trees, **options)[0]
 
 

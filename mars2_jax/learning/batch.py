@@ -181,6 +181,7 @@ def make_batch(
     micro_batch_size: int,
     longest: int | None = None,
     pack_tokens: int = 0,
+    share_prompts: bool = False,
     whole_problems: bool = False,
     among: Sequence[Sample] | None = None,
 ) -> tuple[TreeBatch, list[Hashable]]:
@@ -192,6 +193,7 @@ def make_batch(
       micro_batch_size: rows of a micro-batch; the last one is filled up with padding.
       longest: see `make_rows`.
       pack_tokens: tokens of a row into which several samples are packed; 0: a row each.
+      share_prompts: equal prompts of a packed row stand in it once.
       whole_problems: take the other trees of the samples' problems along, for an estimator that compares with them.
       among: the samples that these are a part of, each part of as many. The parts then have the same trees, in the same
         order, and, save for what packing makes of them, the same shapes: one program, and one set of advantages.
@@ -212,11 +214,11 @@ def make_batch(
     filled: Any = None
     if pack_tokens:
         length = packed_length(pack_tokens)
-        layout = pack([len(p) + len(r) for p, r in zip(prompts, responses)], length)
+        layout = pack(prompts, responses, length, share=share_prompts)
         filled = np.int32(-(-len(layout) // micro_batch_size))
         micro, deepest = bucket(int(filled), 1, most), bucket(max(map(len, layout)), 4)
         count = micro * micro_batch_size
-        rows = make_rows(prompts, responses, layout=layout, rows=count, packed=length)
+        rows = make_rows(prompts, responses, layout=layout, rows=count, packed=length, share=share_prompts)
     else:
         layout, micro, deepest = [[i] for i in range(len(samples))], most, 1
         count = micro * micro_batch_size

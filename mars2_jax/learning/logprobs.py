@@ -91,7 +91,8 @@ def response_logprobs(
 ) -> tuple[Float[Array, "rows response"], Float[Array, "rows response"]]:
     """Log-probability and entropy at each response token of some rows.
 
-    Packed samples see nothing of each other, and each counts its positions from 0: the results are those of a row each.
+    The results are those of a row each, however samples are packed. Where they share a prompt, it is computed once, and
+    its gradient is the sum over the samples.
 
     Args:
       model: the decoder.
@@ -104,11 +105,18 @@ def response_logprobs(
     Returns:
       log p of the response tokens and the entropies of the distributions they come from.
     """
-    positions = None if rows.segment is None else _positions(rows.segment)
-    hidden = model(rows.tokens, positions=positions, segment_ids=rows.segment, remat=remat, scan_unroll=scan_unroll)
-    # The state before token i predicts token i.
+    hidden = model(
+        rows.tokens,
+        positions=rows.position,
+        segment_ids=rows.segment,
+        prefix_ids=rows.prefix,
+        remat=remat,
+        scan_unroll=scan_unroll,
+    )
+    # The state at the token before predicts a token.
+    before = rows.index - 1 if rows.before is None else rows.before
     target = jnp.take_along_axis(rows.tokens, rows.index, axis=1)
-    hidden = jnp.take_along_axis(hidden, (rows.index - 1)[..., None], axis=1)
+    hidden = jnp.take_along_axis(hidden, before[..., None], axis=1)
 
     def head(hidden: Float[Array, "rows piece embed"], target: Int[Array, "rows piece"]):
         return logprob_and_entropy(model.logits(hidden) / temperature, target, entropy_gradient)
@@ -125,10 +133,3 @@ def response_logprobs(
     outputs = jax.lax.map(lambda piece: jax.checkpoint(head)(*piece), (cut(hidden), cut(target)))
     logprob, entropy = (jnp.moveaxis(x, 0, 1).reshape(count, width) for x in outputs)
     return logprob, entropy
-
-
-def _positions(segment: Int[Array, "rows length"]) -> Int[Array, "rows length"]:
-    """Positions that start again at 0 with every segment."""
-    index = jnp.broadcast_to(jnp.arange(segment.shape[1]), segment.shape)
-    starts = jnp.pad(segment[:, 1:] != segment[:, :-1], ((0, 0), (1, 0)))
-    return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)

@@ -7,8 +7,8 @@ never changes a result: it is masked, and in a row it comes last, where causalit
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -30,18 +30,29 @@ _SHORTEST, _NARROWEST = 32, 64
 class Rows:
     """Samples, each a prompt and its response; padding at the end of a row. Leading axes are [rows] or [micro, rows].
 
+    Packed samples see nothing of each other. Where samples share their prompts, a prompt stands once in a row, in a
+    segment of its own before the responses to it, which see it and themselves.
+
     Attributes:
       tokens: ids.
       index: where in its row each response token stands, of one sample after the other; it is at least 1, as a prompt
         has a token.
       mask: which of these are tokens, and not padding.
-      segment: which sample of its row a token belongs to, from 1; 0 for padding. None where a row holds one sample.
+      before: where the token stands that comes before each response token in its sample: of a response's first, the
+        last of its prompt. None, like the next two, where a row holds one sample: it is `index` - 1.
+      segment: which sample of its row a token belongs to, from 1; -1, -2, ... for shared prompts; 0 for padding.
+      position: that of each token in its sample, from 0.
+      prefix: the segment that a token sees besides its own: of a response that of its prompt, else its own. None where
+        prompts are not shared.
     """
 
     tokens: Int[Array, "*rows length"]
     index: Int[Array, "*rows response"]
     mask: Bool[Array, "*rows response"]
+    before: Int[Array, "*rows response"] | None = None
     segment: Int[Array, "*rows length"] | None = None
+    position: Int[Array, "*rows length"] | None = None
+    prefix: Int[Array, "*rows length"] | None = None
 
 
 def check_row(prompt: np.ndarray, tokens: np.ndarray) -> None:
@@ -57,13 +68,19 @@ def packed_length(capacity: int) -> int:
     return bucket(capacity, _SHORTEST, capacity)
 
 
-def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+def pack(prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], capacity: int, *, share: bool) -> Layout:
     """Puts samples into rows: each, from the longest down, into the first row with room for it (first-fit decreasing:
     at most 11/9 of the fewest rows there can be, plus one; Johnson 1973).
 
+    With shared prompts, the samples of one prompt come one after the other, those of the prompt with the most tokens
+    first; each goes into the first row that holds its prompt and has room for its response; where none has, into the
+    first with room for both.
+
     Args:
-      lengths: tokens of each sample.
+      prompts: int32[P] each.
+      responses: int32[R] each.
       capacity: tokens of a row.
+      share: whether equal prompts stand once in a row, see `Rows`.
 
     Returns:
       The rows, each with the numbers of its samples. A function of the arguments, ties in the order of the numbers.
@@ -71,18 +88,61 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     Raises:
       ValueError: a sample is longer than a row.
     """
+    keys = _prompt_keys(prompts, share)
+    total: dict[Hashable, int] = {}
+    first: dict[Hashable, int] = {}
+    for i, key in enumerate(keys):
+        total[key] = total.get(key, len(prompts[i])) + len(responses[i])
+        first.setdefault(key, i)
+    order = lambda i: (-total[keys[i]], first[keys[i]], -len(responses[i]), i)
+
     rows: list[list[int]] = []
     room: list[int] = []
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if lengths[i] > capacity:
-            raise ValueError(f"a sample of {lengths[i]} tokens does not fit into a row of {capacity}")
-        row = next((r for r, left in enumerate(room) if left >= lengths[i]), len(rows))
-        if row == len(rows):
-            rows.append([])
-            room.append(capacity)
+    holding: dict[Hashable, list[int]] = {}
+    for i in sorted(range(len(keys)), key=order):
+        alone = len(responses[i])
+        whole = len(prompts[i]) + alone
+        if whole > capacity:
+            raise ValueError(f"a sample of {whole} tokens does not fit into a row of {capacity}")
+        row = min((r for r in holding.get(keys[i], ()) if room[r] >= alone), default=None)
+        if row is None:
+            row = next((r for r, left in enumerate(room) if left >= whole), len(rows))
+            if row == len(rows):
+                rows.append([])
+                room.append(capacity)
+            holding.setdefault(keys[i], []).append(row)
+            room[row] -= len(prompts[i])
         rows[row].append(i)
-        room[row] -= lengths[i]
+        room[row] -= alone
     return rows
+
+
+def _prompt_keys(prompts: Sequence[np.ndarray], share: bool) -> list[Hashable]:
+    """What tells the prompts of a row apart: their tokens, or where nothing is shared their numbers."""
+    return [np.asarray(p, np.int32).tobytes() for p in prompts] if share else list(range(len(prompts)))
+
+
+class _Place(NamedTuple):
+    """Where in its row a sample stands."""
+
+    sample: int
+    prompt: int  # place of the prompt's first token
+    response: int  # place of the response's first token
+    shared: bool  # whether the prompt stands there for an earlier sample already
+    number: int  # of the prompt in its row, from 1
+
+
+def _places(row: Sequence[int], keys: Sequence[Hashable], prompts: Any, responses: Any) -> Iterator[_Place]:
+    known: dict[Hashable, tuple[int, int]] = {}
+    end = 0
+    for i in row:
+        shared = keys[i] in known
+        if not shared:
+            known[keys[i]] = (end, len(known) + 1)
+            end += len(prompts[i])
+        start, number = known[keys[i]]
+        yield _Place(i, start, end, shared, number)
+        end += len(responses[i])
 
 
 def make_rows(
@@ -93,6 +153,7 @@ def make_rows(
     rows: int | None = None,
     longest: int | None = None,
     packed: int = 0,
+    share: bool = False,
     length: int = 0,
     width: int = 0,
 ) -> Rows:
@@ -106,6 +167,7 @@ def make_rows(
       longest: tokens of the longest sequence that there will be, so that rows need not be much longer; None: not known.
       packed: tokens of every row, whose samples are segments of it; 0: a row holds one sample, and no more tokens than
         the longest of them needs.
+      share: equal prompts of a packed row stand in it once.
       length: tokens that a row of one sample has room for, at least; rounded up, as is what the longest has.
       width: response tokens that a row has room for, at least; rounded up, as is what the fullest has.
 
@@ -119,27 +181,40 @@ def make_rows(
     for row in layout:
         for i in row:
             check_row(prompts[i], responses[i])
-    fullest = max(sum(len(prompts[i]) + len(responses[i]) for i in row) for row in layout)
+    keys = _prompt_keys(prompts, share)
+    places = [list(_places(row, keys, prompts, responses)) for row in layout]
+    fullest = max(row[-1].response + len(responses[row[-1].sample]) for row in places)
     if packed and fullest > packed:
         raise ValueError(f"{fullest} tokens do not fit into a row of {packed}")
     length = packed or bucket(max(fullest, length), _SHORTEST, longest)
     most = max(sum(len(responses[i]) for i in row) for row in layout)
     width = min(bucket(max(most, width), _NARROWEST), length)
 
-    tokens: Any = np.zeros((count, length), np.int32)
-    segment: Any = np.zeros((count, length), np.int32)
-    index: Any = np.ones((count, width), np.int32)
-    mask: Any = np.zeros((count, width), bool)
-    for r, row in enumerate(layout):
-        start, first = 0, 0
-        for number, i in enumerate(row, 1):
-            end, last = start + len(prompts[i]) + len(responses[i]), first + len(responses[i])
-            tokens[r, start:end] = np.concatenate([prompts[i], responses[i]])
-            segment[r, start:end] = number
-            index[r, first:last] = np.arange(end - len(responses[i]), end)
-            start, first = end, last
+    def zeros(columns: int) -> Any:
+        return np.zeros((count, columns), np.int32)
+
+    tokens, segment, position, prefix = (zeros(length) for _ in range(4))
+    index, before, mask = zeros(width) + 1, zeros(width), zeros(width).astype(bool)
+    for r, row in enumerate(places):
+        first = 0
+        for number, place in enumerate(row, 1):
+            prompt, response = prompts[place.sample], responses[place.sample]
+            theirs = slice(place.prompt, place.prompt + len(prompt))
+            own = slice(place.response, place.response + len(response))
+            if not place.shared:
+                tokens[r, theirs], position[r, theirs] = prompt, np.arange(len(prompt))
+                segment[r, theirs] = prefix[r, theirs] = -place.number if share else number
+            tokens[r, own], position[r, own] = response, len(prompt) + np.arange(len(response))
+            segment[r, own], prefix[r, own] = number, segment[r, place.prompt]
+            learned = slice(first, first + len(response))
+            index[r, learned] = np.arange(own.start, own.stop)
+            before[r, learned] = index[r, learned] - 1
+            before[r, first] = theirs.stop - 1
+            first += len(response)
         mask[r, :first] = True
-    return Rows(tokens, index, mask, segment if packed else None)
+    if not packed:
+        return Rows(tokens, index, mask)
+    return Rows(tokens, index, mask, before, segment, position, prefix if share else None)
 
 
 def in_rows(values: Sequence[Any], layout: Layout, shape: tuple[int, ...]) -> np.ndarray:

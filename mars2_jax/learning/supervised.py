@@ -44,6 +44,7 @@ def make_pair_batch(
     micro_batch_size: int,
     longest: int | None = None,
     pack_tokens: int = 0,
+    share_prompts: bool = False,
 ) -> PairBatch:
     """The batch of some pairs for one update (NumPy arrays).
 
@@ -53,6 +54,7 @@ def make_pair_batch(
       micro_batch_size: rows of a micro-batch; the last one is filled up with padding.
       longest: see `make_rows`.
       pack_tokens: tokens of a row into which several pairs are packed; 0: a row each.
+      share_prompts: equal prompts of a packed row stand in it once.
 
     Raises:
       ValueError: no pairs, an empty prompt or response, or a pair longer than `longest` or than a packed row.
@@ -62,11 +64,11 @@ def make_pair_batch(
     options: dict[str, Any] = dict(longest=longest)
     if pack_tokens:
         length = packed_length(pack_tokens)
-        layout = pack([len(p) + len(r) for p, r in zip(prompts, responses, strict=True)], length)
+        layout = pack(prompts, responses, length, share=share_prompts)
         # Their number differs from batch to batch: arrays are of a few sizes.
         filled = np.int32(-(-len(layout) // micro_batch_size))
         micro = bucket(int(filled), 1, most)
-        options = dict(layout=layout, packed=length)
+        options = dict(layout=layout, packed=length, share=share_prompts)
     rows = make_rows(prompts, responses, rows=micro * micro_batch_size, **options)
     return PairBatch(jax.tree.map(lambda x: x.reshape(micro, micro_batch_size, *x.shape[1:]), rows), filled)
 

@@ -25,6 +25,7 @@ from mars2_jax.learning.loss import Member, PolicyTerms, policy_loss
 from mars2_jax.learning.optimizer import in_host_memory, make_optimizer, state_shardings
 from mars2_jax.learning.rewards import overlong_penalty
 from mars2_jax.learning.rows import Rows, make_rows, pack, packed_length
+from mars2_jax.models.causal_attention import shares_prefixes
 from mars2_jax.models.decoder import Decoder
 from mars2_jax.parallel.exchange import to_host
 
@@ -65,6 +66,7 @@ class Learner:
       optimizer: the `optimizer` section of the agent.
       temperature: that of the sampler; log-probabilities are taken at it.
       budget: most tokens a response may have.
+      share_prompts: whether packed samples with equal prompts have it once a row: wherever the attention can.
     """
 
     graphdef: nnx.GraphDef[Decoder]
@@ -72,6 +74,7 @@ class Learner:
     optimizer: FrozenConfigDict
     temperature: float
     budget: int
+    share_prompts: bool
 
     @classmethod
     def create(
@@ -91,7 +94,12 @@ class Learner:
         )
         jax.eval_shape(penalty, jax.ShapeDtypeStruct((1,), jnp.int32))
         return cls(
-            nnx.graphdef(model), FrozenConfigDict(learning), FrozenConfigDict(optimizer), float(temperature), budget
+            nnx.graphdef(model),
+            FrozenConfigDict(learning),
+            FrozenConfigDict(optimizer),
+            float(temperature),
+            budget,
+            share_prompts=bool(learning.pack_tokens) and shares_prefixes(model.attention),
         )
 
     def init(self, params: nnx.State) -> TrainState:
@@ -155,18 +163,21 @@ class Learner:
         """
         if not prompts:
             return []
-        size, lengths = self.learning.micro_batch_size, [len(p) + len(r) for p, r in zip(prompts, responses)]
+        size = self.learning.micro_batch_size
         capacity = self.learning.pack_tokens and packed_length(self.learning.pack_tokens)
         if capacity:
-            layout = pack(lengths, capacity)
+            layout = pack(prompts, responses, capacity, share=self.share_prompts)
             # Of the fullest row of all calls, so that these have one shape.
             width = max(sum(len(responses[i]) for i in row) for row in layout)
         else:
+            lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
             layout, width = [[i] for i in sorted(range(len(prompts)), key=lambda i: (lengths[i], i))], 0
         scores: list[np.ndarray] = [np.empty(0, np.float32)] * len(prompts)
         for start in range(0, len(layout), size):
             few = layout[start : start + size]
-            options = dict(packed=capacity, width=width) if capacity else dict(longest=longest)
+            options: dict[str, Any] = dict(longest=longest)
+            if capacity:
+                options = dict(packed=capacity, share=self.share_prompts, width=width)
             rows = make_rows(prompts, responses, layout=few, rows=size, **options)
             lp = to_host(self.score(params, rows, base))
             for r, row in enumerate(few):

@@ -44,14 +44,21 @@ def rotate(
 
 
 def causal_mask(
-    start: int, end: int, segment_ids: Int[Array, "batch length"] | None = None
+    start: int,
+    end: int,
+    segment_ids: Int[Array, "batch length"] | None = None,
+    prefix_ids: Int[Array, "batch length"] | None = None,
 ) -> Bool[Array, "batch_or_1 1 1 query key"]:
     """True where one of the tokens [start, end) (second to last axis) may see one of [0, end): itself or an earlier
-    one, of the same segment."""
+    one, of the same segment or of the segment that is its prefix."""
     index = jnp.arange(end)
     mask = (index[start:, None] >= index[None, :])[None]
     if segment_ids is not None:
-        mask = mask & (segment_ids[:, start:end, None] == segment_ids[:, None, :end])
+        key = segment_ids[:, None, :end]
+        seen = segment_ids[:, start:end, None] == key
+        if prefix_ids is not None:
+            seen |= prefix_ids[:, start:end, None] == key
+        mask = mask & seen
     return mask[:, None, None]
 
 

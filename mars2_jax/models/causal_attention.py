@@ -23,7 +23,7 @@ from mars2_jax.errors import ConfigError
 from mars2_jax.models.attention import attention, causal_mask
 from mars2_jax.parallel.mesh import partition_spec
 
-__all__ = ["ATTENTION_OUTPUT", "causal_attention", "choose_attention"]
+__all__ = ["ATTENTION_OUTPUT", "causal_attention", "choose_attention", "shares_prefixes"]
 
 ATTENTION_OUTPUT = "attention_output"
 """Name under which `jax.checkpoint` policies find what the fused kernels keep for their backward pass."""
@@ -85,6 +85,7 @@ def causal_attention(
     key: Float[Array, "rows length kv_heads head_dim"],
     value: Float[Array, "rows length kv_heads head_dim"],
     segment_ids: Int[Array, "rows length"] | None = None,
+    prefix_ids: Int[Array, "rows length"] | None = None,
     *,
     implementation: str = "xla",
 ) -> Float[Array, "rows length kv_heads group head_dim"]:
@@ -95,48 +96,68 @@ def causal_attention(
       key: keys; padding goes at the end, where causality hides it.
       value: values.
       segment_ids: tokens see only tokens of their own segment; None is one segment a row.
+      prefix_ids: a segment that each token sees as well, that of a prompt which several responses share; None is its
+        own. Not with "splash".
       implementation: "xla", "cudnn" or "splash", see `choose_attention`.
     """
     if implementation == "xla":
-        return _xla(query, key, value, segment_ids)
-    return _on_each_device({"cudnn": _cudnn, "splash": _splash}[implementation], query, key, value, segment_ids)
+        return _xla(query, key, value, segment_ids, prefix_ids)
+    kernel = {"cudnn": _cudnn, "splash": _splash}[implementation]
+    return _on_each_device(kernel, query, key, value, segment_ids, prefix_ids)
 
 
-def _xla(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None) -> jax.Array:
+def shares_prefixes(implementation: str) -> bool:
+    """Whether an implementation takes `prefix_ids`. The mask of the splash kernel compares one number a token."""
+    return implementation != "splash"
+
+
+def _xla(
+    query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None, prefixes: jax.Array | None
+) -> jax.Array:
     length = query.shape[1]
     block = _round_up(-(-length // _XLA_BLOCKS), _XLA_LEAST_BLOCK)
     mixed = []
     for start in range(0, length, block):
         end = min(start + block, length)
-        mask = causal_mask(start, end, segments)
+        mask = causal_mask(start, end, segments, prefixes)
         mixed.append(attention(query[:, start:end], key[:, :end], value[:, :end], mask))
     return jnp.concatenate(mixed, axis=1)
 
 
 def _on_each_device(
-    kernel: Callable[..., jax.Array], query: jax.Array, key: jax.Array, value: jax.Array, segments: Any
+    kernel: Callable[..., jax.Array], query: jax.Array, key: jax.Array, value: jax.Array, segments: Any, prefixes: Any
 ):
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        return kernel(query, key, value, segments)
+        return kernel(query, key, value, segments, prefixes)
     # Rows or heads that the mesh does not divide are computed by every device.
     split = partition_spec(mesh, ("rows", None, "kv_heads"), query.shape[:3])
     rows = PartitionSpec(*split[:1])
     # The kernels' outputs do not say over which mesh axes they vary (check_vma).
-    mapped = jax.shard_map(kernel, in_specs=(split, split, split, rows), out_specs=split, check_vma=False)
-    return mapped(query, key, value, segments)
+    mapped = jax.shard_map(kernel, in_specs=(split, split, split, rows, rows), out_specs=split, check_vma=False)
+    return mapped(query, key, value, segments, prefixes)
 
 
-def _cudnn(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None) -> jax.Array:
-    mask = None if segments is None else (segments[:, :, None] == segments[:, None, :])[:, None]
+def _cudnn(
+    query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None, prefixes: jax.Array | None
+) -> jax.Array:
+    mask = None if segments is None else causal_mask(0, query.shape[1], segments, prefixes)[:, 0]
     heads = query.reshape(*query.shape[:2], -1, query.shape[-1])
     mixed = jax.nn.dot_product_attention(heads, key, value, mask=mask, is_causal=True, implementation="cudnn")
     return mixed.reshape(query.shape)
 
 
 def _splash(
-    query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None, *, interpret: bool = False
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: jax.Array | None,
+    prefixes: jax.Array | None = None,
+    *,
+    interpret: bool = False,
 ) -> jax.Array:
+    if prefixes is not None:
+        raise ValueError("splash attention knows no shared prefixes: see shares_prefixes")
     length, group = query.shape[1], query.shape[3]
     block = min(_SPLASH_BLOCK, _round_up(length, _SPLASH_LANES))
     padding = _round_up(length, block) - length

@@ -264,6 +264,7 @@ class Decoder(nnx.Module):
         *,
         positions: Int[Array, "batch length"] | None = None,
         segment_ids: Int[Array, "batch length"] | None = None,
+        prefix_ids: Int[Array, "batch length"] | None = None,
         remat: str = "none",
         scan_unroll: int = 0,
     ) -> Float[Array, "batch length embed"]:
@@ -273,6 +274,7 @@ class Decoder(nnx.Module):
           tokens: token ids; padding goes at the end, where causality hides it.
           positions: positions; None counts from 0 in each row.
           segment_ids: tokens see only tokens of their own segment; None is one segment a row.
+          prefix_ids: a segment that each token sees as well, see `causal_attention`.
           remat: what of a layer is recomputed in the backward pass: "none" of it; with "dots" all but the outputs of
             its matmuls with weights and of a fused attention; with "layer" everything.
           scan_unroll: 0 traces every layer for itself; n >= 1 stacks the layers' weights and scans over them, n layers
@@ -282,7 +284,8 @@ class Decoder(nnx.Module):
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
         def attend(_, query, key, value):
-            return causal_attention(query, key, value, segment_ids, implementation=self.attention), None
+            mixed = causal_attention(query, key, value, segment_ids, prefix_ids, implementation=self.attention)
+            return mixed, None
 
         hidden, _ = self.run(tokens, positions, attend, remat=remat, scan_unroll=scan_unroll)
         return hidden

@@ -221,7 +221,8 @@ class _AgentPlan:
         count = self.run.learning.micro_batch_size
         prompt, response = self._longest_row()
         packed = self.run.learning.pack_tokens and packed_length(self.run.learning.pack_tokens)
-        batch = make_rows([prompt], [response], rows=count, longest=longest_sample(self.run), packed=packed)
+        shape = dict(rows=count, longest=longest_sample(self.run), packed=packed, share=self.learner.share_prompts)
+        batch = make_rows([prompt], [response], **shape)
         size = f"{count} rows x {batch.tokens.shape[1]:,} tokens"
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
         # Master weights that lie in host memory are brought for it.
@@ -243,7 +244,7 @@ class _AgentPlan:
         return self._program("update", size, batch.samples.rows.tokens.size, program, arguments, resident, self.learner)
 
     def _batch(self) -> TreeBatch:
-        """The largest batch of an update: every sample the longest there may be, and no two of one tree."""
+        """The largest batch of an update: every sample the longest there may be, no two of one tree or one prompt."""
         count, nodes = self.run.learning.train_batch_size, self.run.search.nodes + 1
         prompt, response = self._longest_row()
         scores = np.zeros(len(response), np.float32)
@@ -252,13 +253,14 @@ class _AgentPlan:
         in_reward = reference is not None and self.run.learning.kl_in == "reward"
         kl = ones.astype(np.float32) if in_reward else None
         tree = TreeArrays(ones.astype(np.float32), ones, ones, ones.astype(bool), ones, kl=kl)
-        samples = [Sample(i, 1, prompt, response, scores, scores, reference) for i in range(count)]
+        samples = [Sample(i, 1, prompt + i, response, scores, scores, reference) for i in range(count)]
         batch, _ = make_batch(
             samples[: count // self.run.learning.minibatches],
             dict.fromkeys(range(count), tree),
             micro_batch_size=self.run.learning.micro_batch_size,
             longest=longest_sample(self.run),
             pack_tokens=self.run.learning.pack_tokens,
+            share_prompts=self.learner.share_prompts,
             among=samples,
         )
         shapes = jax.tree.map(lambda x: _shape(x, x.dtype, replicated(self.mesh)), batch)

@@ -240,6 +240,7 @@ class Agent:
                 micro_batch_size=learning.micro_batch_size,
                 longest=longest_sample(self._run),
                 pack_tokens=learning.pack_tokens,
+                share_prompts=self.learner.share_prompts,
                 whole_problems=learning.estimator == "tree_grpo",
                 among=samples,
             )

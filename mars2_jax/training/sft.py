@@ -316,6 +316,7 @@ class _FineTuning:
             micro_batch_size=learning.micro_batch_size,
             longest=self._longest,
             pack_tokens=learning.pack_tokens,
+            share_prompts=self._learner.share_prompts,
         )
         if self._mesh.size > 1:
             batch = dataclasses.replace(batch, rows=jax.device_put(batch.rows, rows(self._mesh, leading=1)))

@@ -102,6 +102,59 @@ def test_a_packed_sample_cannot_see_its_neighbours(model, response_logprobs):
     assert not table[20:].any() and table[:20].any()
 
 
+SIBLINGS = [[0, 1, 2], [3, 4]]
+
+
+def _siblings():
+    """Samples of which the first three have one prompt, as have the last two."""
+    prompts, responses = _samples()
+    return [prompts[0]] * 3 + [prompts[2]] * 2, responses
+
+
+def test_samples_with_a_shared_prompt_have_the_numbers_and_gradients_of_a_row_each(model, response_logprobs):
+    prompts, responses = _siblings()
+    params = nnx.state(model)
+    weights = [np.random.default_rng(i).normal(size=(2, len(r))) for i, r in enumerate(responses)]
+    apart = make_rows(prompts, responses)
+    together = make_rows(prompts, responses, layout=SIBLINGS, packed=64, share=True)
+    # 32 tokens of prompts and responses in place of 60.
+    assert (apart.tokens.shape[0], int((together.segment != 0).sum())) == (5, 17 + sum(map(len, responses)))
+
+    def by_sample(layout, arrays):
+        parts = {}
+        for r, row in enumerate(layout):
+            ends = np.cumsum([len(responses[i]) for i in row])
+            parts |= {i: [x[r, e - len(responses[i]) : e] for x in arrays] for i, e in zip(row, ends)}
+        return [parts[i] for i in range(len(responses))]
+
+    def loss(params, rows, layout):
+        parts = by_sample(layout, response_logprobs(params, rows))
+        return sum((w * jnp.stack(part)).sum() for w, part in zip(weights, parts))
+
+    alone = [[i] for i in range(5)]
+    for a, b in zip(
+        by_sample(alone, response_logprobs(params, apart)), by_sample(SIBLINGS, response_logprobs(params, together))
+    ):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    one, other = (jax.grad(loss)(params, *how) for how in ((apart, alone), (together, SIBLINGS)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), one, other)
+
+
+def test_siblings_in_a_row_cannot_see_each_other(model, response_logprobs):
+    prompts, responses = _siblings()
+    params = nnx.state(model)
+    make = lambda: make_rows(prompts, responses, layout=SIBLINGS, packed=64, share=True)
+    one = response_logprobs(params, make())
+    for i in (0, 2):
+        responses[i] = (responses[i] + 1) % VOCAB
+    other = response_logprobs(params, make())
+    mine = slice(len(responses[0]), len(responses[0]) + len(responses[1]))
+    for a, b in zip(one, other):
+        a, b = np.asarray(a), np.asarray(b)
+        assert (a[0, mine] == b[0, mine]).all() and (a[1] == b[1]).all()
+        assert (a[0, : mine.start] != b[0, : mine.start]).any()
+
+
 def test_without_segments_it_would_see_them(model, response_logprobs):
     """The mask of the test before is really there: without it the numbers are others."""
     prompts, responses = _samples()

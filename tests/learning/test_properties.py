@@ -235,15 +235,16 @@ def _gradient_of_the_loops(learner, samples, forest):
 
 @st.composite
 def teams(draw):
-    """Two random trees, and what agent 0 wrote in them: 1 to ROWS samples."""
+    """Two random trees, and what agent 0 wrote in them: 1 to ROWS samples. Siblings have one prompt."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    forest, samples = {}, []
+    forest, samples, prompts = {}, [], {}
     for key in "ab":
         reward, parent, agent, graded = draw(trees())
         length = np.where(parent >= 0, rng.integers(1, BUDGET + 1, SLOTS), 0).astype(np.int32)
         forest[key] = TreeArrays(reward, parent, agent, graded, length)
         for slot in np.nonzero(graded & (agent == 0))[0]:
-            prompt, tokens = rng.integers(0, VOCAB, rng.integers(1, 15)), rng.integers(0, VOCAB, length[slot])
+            prompt = prompts.setdefault((key, parent[slot]), rng.integers(0, VOCAB, rng.integers(1, 15)))
+            tokens = rng.integers(0, VOCAB, length[slot])
             lp = [rng.normal(-3.4, 0.3, len(tokens)).astype(np.float32) for _ in range(3)]
             samples.append(Sample(key, int(slot), prompt, tokens, *lp))
     assume(samples)
@@ -265,7 +266,10 @@ def test_every_update_equals_the_loops_however_it_is_cut(changes, team, data):
     cuts = [
         whole,
         _gradient(_learner(**changes), shuffled, forest, micro_batch_size=3),
-        _gradient(_learner(**changes, pack_tokens=48), shuffled, forest, micro_batch_size=3, pack_tokens=48),
+        *(
+            _gradient(_learner(**changes), shuffled, forest, micro_batch_size=3, pack_tokens=48, share_prompts=share)
+            for share in (False, True)
+        ),
     ]
     for gradient, value in cuts:
         np.testing.assert_allclose(value, loss, rtol=1e-4, atol=1e-5)

@@ -279,6 +279,29 @@ def test_packed_scores_are_those_of_a_row_each():
     assert learner.score_responses(nnx.state(model), [], []) == []
 
 
+def test_scores_of_siblings_are_those_of_a_row_each(monkeypatch):
+    model, samples = _model(), _samples()
+    prompts, responses = [samples[i // 3].prompt for i in range(5)], [s.tokens for s in samples]
+    alone, together = _learner(model), _learner(model, pack_tokens=32)
+    want = alone.score_responses(nnx.state(model), prompts, responses)
+    computed, score = [], Learner.score
+    monkeypatch.setattr(Learner, "score", lambda *args: computed.append(args[2]) or score(*args))
+    got = together.score_responses(nnx.state(model), prompts, responses)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    # No row has a prompt twice.
+    tokens = sum(int((rows.segment != 0).sum()) for rows in computed)
+    assert tokens < sum(map(len, prompts)) + sum(map(len, responses))
+
+
+def test_prompts_are_shared_where_rows_are_packed_and_the_attention_can():
+    sharing = lambda attention, tokens: (
+        _learner(Decoder(TINY, nnx.Rngs(0), attention=attention), pack_tokens=tokens).share_prompts
+    )
+    assert sharing("xla", 32) and sharing("cudnn", 32)
+    assert not sharing("splash", 32) and not sharing("xla", 0)
+
+
 def test_metrics_are_means_over_the_sampled_tokens():
     model = _model()
     learner = _learner(model)

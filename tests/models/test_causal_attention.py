@@ -10,7 +10,7 @@ import pytest
 
 from mars2_jax.errors import ConfigError
 from mars2_jax.models import causal_attention as lib
-from mars2_jax.models.causal_attention import causal_attention, choose_attention
+from mars2_jax.models.causal_attention import causal_attention, choose_attention, shares_prefixes
 
 ROWS, LENGTH, KV_HEADS, GROUP, HEAD_DIM = 2, 130, 1, 2, 64
 
@@ -26,34 +26,49 @@ def inputs():
 SEGMENTS = jnp.asarray(np.stack([np.arange(LENGTH) // 50, np.zeros(LENGTH)]), jnp.int32)
 
 
+# The second and third segment see the first, too.
+PREFIXES = jnp.zeros((ROWS, LENGTH), jnp.int32)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def value_and_gradients(implementation, inputs, segments, valid):
+def value_and_gradients(implementation, inputs, segments, valid, prefixes=None):
     """Of a function of the first `valid` positions, the others being padding."""
 
     def function(query, key, value):
-        mixed = causal_attention(query, key, value, segments, implementation=implementation)[:, :valid]
+        mixed = causal_attention(query, key, value, segments, prefixes, implementation=implementation)[:, :valid]
         return jnp.sin(mixed).sum(), mixed
 
     return jax.value_and_grad(function, argnums=(0, 1, 2), has_aux=True)(*inputs)
 
 
-@pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["rows", "segments"])
-def test_xla_equals_its_formula(inputs, segments):
+@pytest.mark.parametrize(
+    "segments, prefixes",
+    [(None, None), (SEGMENTS, None), (SEGMENTS, PREFIXES)],
+    ids=["rows", "segments", "shared prefixes"],
+)
+def test_xla_equals_its_formula(inputs, segments, prefixes):
     """Of queries in three blocks (64, 64 and 2), against a loop in NumPy; gradients against those of the plain form."""
 
     def plain(query, key, value):
         visible = np.tril(np.ones((LENGTH, LENGTH), bool))[None]
         if segments is not None:
-            visible = visible & (np.asarray(segments)[:, :, None] == np.asarray(segments)[:, None])
+            own = np.asarray(segments)[:, None]
+            seen = np.asarray(segments)[:, :, None] == own
+            visible = visible & (seen if prefixes is None else seen | (np.asarray(prefixes)[:, :, None] == own))
         scores = jnp.einsum("bqkgh,bskh->bkgqs", query, key) / HEAD_DIM**0.5
         weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), axis=-1)
         return jnp.einsum("bkgqs,bskh->bqkgh", weights, value)
 
-    (_, mixed), gradients = value_and_gradients("xla", inputs, segments, LENGTH)
+    def sees(row, i, j):
+        if segments is None or segments[row, j] == segments[row, i]:
+            return True
+        return prefixes is not None and prefixes[row, i] == segments[row, j]
+
+    (_, mixed), gradients = value_and_gradients("xla", inputs, segments, LENGTH, prefixes)
     query, key, value = (np.asarray(x, np.float64) for x in inputs)
     for row in range(ROWS):
         for i in range(LENGTH):
-            seen = [j for j in range(i + 1) if segments is None or segments[row, j] == segments[row, i]]
+            seen = [j for j in range(i + 1) if sees(row, i, j)]
             scores = np.einsum("gh,sh->gs", query[row, i, 0], key[row, seen, 0]) / HEAD_DIM**0.5
             weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
             np.testing.assert_allclose(mixed[row, i, 0], weights @ value[row, seen, 0], atol=1e-5)
@@ -83,12 +98,18 @@ def test_cudnn_is_asked_for_the_same_attention(monkeypatch, inputs):
     monkeypatch.setattr(jax.nn, "dot_product_attention", plain)
 
     @jax.jit
-    def largest_gap(segments):
-        fused = causal_attention(*inputs, segments, implementation="cudnn")
-        return jnp.abs(fused - causal_attention(*inputs, segments)).max()
+    def largest_gap(*ids):
+        fused = causal_attention(*inputs, *ids, implementation="cudnn")
+        return jnp.abs(fused - causal_attention(*inputs, *ids)).max()
 
-    assert largest_gap(None) < 1e-5 and largest_gap(SEGMENTS) < 1e-5
-    assert asked == ["cudnn", "cudnn"]
+    assert largest_gap(None) < 1e-5 and largest_gap(SEGMENTS) < 1e-5 and largest_gap(SEGMENTS, PREFIXES) < 1e-5
+    assert asked == ["cudnn"] * 3
+
+
+def test_splash_takes_no_shared_prefixes(inputs):
+    assert [shares_prefixes(name) for name in ("xla", "cudnn", "splash")] == [True, True, False]
+    with pytest.raises(ValueError, match="splash attention knows no shared prefixes"):
+        causal_attention(*inputs, SEGMENTS, PREFIXES, implementation="splash")
 
 
 @pytest.mark.parametrize(
