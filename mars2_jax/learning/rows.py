@@ -195,9 +195,9 @@ def make_rows(
 
     tokens, segment, position, prefix = (zeros(length) for _ in range(4))
     index, before, mask = zeros(width) + 1, zeros(width), zeros(width).astype(bool)
-    for r, row in enumerate(places):
+    for r, here in enumerate(places):
         first = 0
-        for number, place in enumerate(row, 1):
+        for number, place in enumerate(here, 1):
             prompt, response = prompts[place.sample], responses[place.sample]
             theirs = slice(place.prompt, place.prompt + len(prompt))
             own = slice(place.response, place.response + len(response))
