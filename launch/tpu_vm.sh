@@ -68,7 +68,9 @@ install() {
 
 # A run that lost its connection may still be there for a moment: it holds the lock until it has ended.
 command="cd mars2_jax && exec flock --no-fork --timeout 300 ~/mars2_jax.lock .venv/bin/python -m mars2_jax.train"
-command+="$(printf ' %q' --config="$config" --workdir="$workdir" "$@")"
+# A worker that is preempted may be told so, and all stop in good order: with an exit code that is not that of a run
+# which is done.
+command+="$(printf ' %q' --config="$config" --workdir="$workdir" --stopped_code=85 "$@")"
 
 stop() {
   trap - TERM INT

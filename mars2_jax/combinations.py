@@ -170,6 +170,12 @@ def _check_training(training: ConfigDict) -> None:
             f"config.training.best_metric is {best!r}, but evaluate_every is 0: set it, or no checkpoint but the last "
             "has a score"
         )
+    if best.startswith("eval/") and training.evaluate_every % training.checkpoint_every:
+        raise ConfigError(
+            f"config.training.best_metric is {best!r}, measured every {training.evaluate_every} steps "
+            f"(evaluate_every), but checkpoint_every is {training.checkpoint_every}: not all that is "
+            "measured would have a checkpoint; make evaluate_every a multiple of checkpoint_every"
+        )
 
 
 def _check_sft(sft: ConfigDict) -> None:

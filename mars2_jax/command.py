@@ -129,8 +129,9 @@ def load(flag: flags.FlagHolder[Any]) -> FrozenConfigDict:
     return FrozenConfigDict(config)
 
 
-def run(main: Callable[[], None]) -> NoReturn:
-    """Parses the flags and runs a command. A `UserError` becomes one line on stderr and exit code 2.
+def run(main: Callable[[], int | None]) -> NoReturn:
+    """Parses the flags and runs a command. What it returns is the exit code; None is 0. A `UserError` becomes one line
+    on stderr and its exit code.
 
     All else that is raised is a defect of the program and keeps its traceback.
     """
@@ -142,7 +143,7 @@ def run(main: Callable[[], None]) -> NoReturn:
         app.run(lambda _: main(), flags_parser=_parse)
     except UserError as error:
         print(in_one_line(error), file=sys.stderr)
-        sys.exit(2)
+        sys.exit(error.code)
     except KeyboardInterrupt:
         # The shell's convention for a program that was interrupted.
         print("interrupted", file=sys.stderr)

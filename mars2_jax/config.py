@@ -145,7 +145,8 @@ def default_config() -> ConfigDict:
                 # The band of pass rates to learn from, its ends within. What was never tried comes as if in the band.
                 curriculum_low=0.1,
                 curriculum_high=0.9,
-                # Share of the epochs in which a problem outside the band comes still.
+                # Share of the epochs in which a problem outside the band comes still. Where all are outside, so many
+                # epochs are passed over in search of the next one: no less than 0.0001.
                 curriculum_floor=0.1,
                 # rate <- decay * rate + (1 - decay) * (the share of a new tree's nodes that pass).
                 curriculum_decay=0.5,

@@ -1,7 +1,7 @@
 """Errors that a user can act on.
 
-A command prints the message of a `UserError` on one line and exits with code 2; every other exception is a
-defect of the program and keeps its traceback.
+A command prints the message of a `UserError` on one line and exits with its code; every other exception is a defect of
+the program and keeps its traceback.
 """
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "EndpointError",
     "GraderError",
     "ModelError",
+    "PeerError",
     "PlanError",
     "PromptTooLong",
     "SandboxError",
@@ -20,7 +21,13 @@ __all__ = [
 
 
 class UserError(Exception):
-    """Something that the user can put right. The message names the thing and the remedy, on one line."""
+    """Something that the user can put right. The message names the thing and the remedy, on one line.
+
+    Attributes:
+      code: exit code of a command that ends with it. 2 says that the same command would fail again.
+    """
+
+    code = 2
 
 
 class ConfigError(UserError):
@@ -44,11 +51,19 @@ class SandboxError(UserError):
 
 
 class GraderError(UserError, RuntimeError):
-    """The grading service is gone in the middle of a run, or fails on every program."""
+    """The grading service is gone in the middle of a run, or fails on every program. A new one may work."""
+
+    code = 75  # as of `PeerError`
 
 
 class StorageError(UserError):
     """A file of the run that cannot be written: the disk is full, or it may not be."""
+
+
+class PeerError(UserError):
+    """Processes of the run that are not there, or gone. Where all are started again, they may be: launchers do so."""
+
+    code = 75  # EX_TEMPFAIL of sysexits.h
 
 
 class PlanError(UserError):

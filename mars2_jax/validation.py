@@ -60,7 +60,7 @@ RANGES: dict[str, tuple[str, float | None, float | None, str]] = {
     "data.max_resamples": ("[", 0, None, ")"),
     "data.curriculum_low": ("[", 0, 1, "]"),
     "data.curriculum_high": ("[", 0, 1, "]"),
-    "data.curriculum_floor": ("(", 0, 1, "]"),
+    "data.curriculum_floor": ("[", 1e-4, 1, "]"),
     "data.curriculum_decay": ("[", 0, 1, ")"),
     "search.nodes": ("[", 1, 2**20, "]"),
     "search.max_depth": ("[", 0, 2**31 - 1, "]"),

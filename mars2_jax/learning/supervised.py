@@ -15,9 +15,9 @@ from jaxtyping import Array, Float, Int
 
 from mars2_jax.learning.accumulate import sum_gradients
 from mars2_jax.learning.logprobs import response_logprobs
-from mars2_jax.learning.optimizer import learning_rate, make_optimizer
+from mars2_jax.learning.optimizer import learning_rate
 from mars2_jax.learning.rows import Rows, make_rows, pack, packed_length
-from mars2_jax.learning.update import Learner, Metrics, TrainState, step_program
+from mars2_jax.learning.update import Learner, Metrics, TrainState, descend, step_program
 from mars2_jax.models.buckets import bucket
 
 __all__ = ["PairBatch", "fit", "make_pair_batch", "mean_loss"]
@@ -83,7 +83,7 @@ def fit(
 
     Returns:
       The new state; metrics, float32 scalars: `loss` (nats a token) and `entropy` before the update, `grad_norm` before
-      clipping, `learning_rate`, `tokens` (of responses).
+      clipping, `skipped` (see `descend`), `learning_rate`, `tokens` (of responses).
     """
     return step_program(_fit, learner, state, results=1)(state, batch, base)
 
@@ -122,12 +122,14 @@ def _fit(learner: Learner, state: TrainState, batch: PairBatch, base: nnx.State 
     sums = jax.tree.map(lambda x: x.sum(0), sums)
     tokens = sums["tokens"]
     gradient = jax.tree.map(lambda g: g / tokens, gradient)
-    changes, opt_state = make_optimizer(learner.optimizer).update(gradient, state.opt_state, state.params)
+    norm = optax.tree.norm(gradient)
+    params, opt_state, skipped = descend(learner.optimizer, gradient, norm, state.params, state.opt_state)
     metrics = {
         "loss": sums["loss"] / tokens,
         "entropy": sums["entropy"] / tokens,
-        "grad_norm": optax.tree.norm(gradient),
+        "grad_norm": norm,
+        "skipped": skipped,
         "learning_rate": jnp.asarray(learning_rate(learner.optimizer, state.step), jnp.float32),
         "tokens": tokens,
     }
-    return TrainState(optax.apply_updates(state.params, changes), opt_state, state.step + 1), metrics
+    return TrainState(params, opt_state, state.step + 1), metrics

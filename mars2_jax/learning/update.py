@@ -29,7 +29,7 @@ from mars2_jax.models.causal_attention import shares_prefixes
 from mars2_jax.models.decoder import Decoder
 from mars2_jax.parallel.exchange import to_host
 
-__all__ = ["Learner", "Metrics", "TrainState", "step_program"]
+__all__ = ["Learner", "Metrics", "TrainState", "descend", "step_program"]
 
 Metrics = dict[str, Float[Array, ""]]
 
@@ -197,7 +197,8 @@ class Learner:
         Metrics over the sampled tokens: `kl` (the configured estimate; 0 without a reference), `entropy`,
         `clip_fraction`, `ratio`, `rollout_weight`, `logprob_gap` (mean |lp_old - lp_roll|). Over the nodes:
         `reward_mean` (raw), `advantage_mean`, `advantage_std`, `nodes`, `tokens`. Over the trees:
-        `zero_advantage_trees`, the share of them that teaches nothing. `loss`, and `grad_norm` before clipping.
+        `zero_advantage_trees`, the share of them that teaches nothing. `loss`, and `grad_norm` before clipping;
+        `skipped`, 1 where that is not finite, and nothing was changed (see `descend`).
         """
         return self.program(state)(state, batch, base)
 
@@ -285,6 +286,34 @@ def _step_program(
     )
 
 
+def descend(
+    optimizer: FrozenConfigDict,
+    gradient: nnx.State,
+    norm: Float[Array, ""],
+    params: nnx.State,
+    opt_state: optax.OptState,
+) -> tuple[nnx.State, optax.OptState, Float[Array, ""]]:
+    """A step of the optimizer; of a gradient that is not finite, none.
+
+    One such gradient would leave no number in the weights, nor in any checkpoint from then on.
+
+    Args:
+      optimizer: the agent's section of the config.
+      gradient: as computed, before clipping.
+      norm: its global norm.
+      params: what is learned.
+      opt_state: the optimizer's state.
+
+    Returns:
+      The new weights and the new state, or the old ones; 1 where it is these, else 0.
+    """
+    finite = jnp.isfinite(norm)
+    changes, new_state = make_optimizer(optimizer).update(gradient, opt_state, params)
+    new = optax.apply_updates(params, changes), new_state
+    params, opt_state = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (params, opt_state))
+    return params, opt_state, 1 - finite.astype(jnp.float32)
+
+
 def _update(
     learner: Learner, state: TrainState, batch: TreeBatch, base: nnx.State | None
 ) -> tuple[TrainState, Metrics, TreeAdvantages]:
@@ -320,8 +349,8 @@ def _update(
         # before the gradient itself would change what is fused with it, and so the last bits.
         opt_state, _ = jax.lax.optimization_barrier((opt_state, gradient_norm))
         opt_state = jax.device_put(opt_state, jax.memory.Space.Device)
-    changes, opt_state = make_optimizer(learner.optimizer).update(gradient, opt_state, params)
-    new_state = TrainState(optax.apply_updates(params, changes), opt_state, state.step + 1)
+    params, opt_state, skipped = descend(learner.optimizer, gradient, gradient_norm, params, opt_state)
+    new_state = TrainState(params, opt_state, state.step + 1)
 
     tokens = terms.sums["tokens"]
     nodes = samples.valid.sum()
@@ -334,6 +363,7 @@ def _update(
     metrics = {name: total / tokens for name, total in terms.sums.items() if name != "tokens"} | {
         "loss": terms.numerator / terms.denominator,
         "grad_norm": gradient_norm,
+        "skipped": skipped,
         "reward_mean": node_mean(batch.reward[samples.tree, samples.slot]),
         "advantage_mean": mean,
         "advantage_std": jnp.sqrt(node_mean((advantage - mean) ** 2)),

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from mars2_jax.errors import ConfigError, UserError, in_one_line
+from mars2_jax.errors import ConfigError, PeerError, UserError, in_one_line
 from mars2_jax.parallel.exchange import from_leader, gather, leads
 from mars2_jax.parallel.watch import Request, Watch
 
@@ -103,9 +103,9 @@ class Hosts:
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             # A collective of which another process is gone. The watch will soon know, say so, and end this one.
             time.sleep(watch.patience + 10)
-        user = isinstance(error, UserError)
-        line = str(error) if user else f"{type(error).__name__}: {error}"
-        code = 2 if user else 130 if isinstance(error, KeyboardInterrupt) else 1
+        line, code = f"{type(error).__name__}: {error}", 130 if isinstance(error, KeyboardInterrupt) else 1
+        if isinstance(error, UserError):
+            line, code = str(error), error.code
         watch.fail(" ".join(line.split())[:2000], code)
         if isinstance(error, UserError):
             print(in_one_line(error), file=sys.stderr)
@@ -147,7 +147,8 @@ def joined(coordinates: Coordinates, stop: Request) -> Iterator[Hosts]:
       stop: becomes True in all processes when it does in one.
 
     Raises:
-      ConfigError: the others did not come in time, or have not as many devices.
+      PeerError: the others did not come in time, or the port is taken.
+      ConfigError: they have not as many devices.
     """
     if not _initialize(coordinates) or jax.process_count() == 1:
         yield Hosts(None, sys.exit)
@@ -218,9 +219,7 @@ def _initialize(at: Coordinates) -> bool:
             return False  # there is no cluster
         raise
     except RuntimeError as error:
-        raise ConfigError(
-            f"{_where(at)} did not become one ({' '.join(str(error).split())[:300]}): {_REMEDY}"
-        ) from error
+        raise PeerError(f"{_where(at)} did not become one ({' '.join(str(error).split())[:300]}): {_REMEDY}") from error
     finally:
         late.cancel()
     if threading.current_thread() is threading.main_thread():
@@ -244,7 +243,7 @@ def _reach(at: Coordinates) -> None:
         except OSError:
             return  # nobody is there
         # JAX would crash.
-        raise ConfigError(f"--coordinator_address={at.address} is taken by another program: choose another port")
+        raise PeerError(f"--coordinator_address={at.address} is taken by another program: choose another port")
     deadline = time.monotonic() + at.timeout
     while True:
         try:
@@ -252,7 +251,7 @@ def _reach(at: Coordinates) -> None:
             return
         except OSError as error:
             if time.monotonic() > deadline:
-                raise ConfigError(
+                raise PeerError(
                     f"process 0 does not answer at --coordinator_address={at.address} for {at.timeout} s "
                     f"({error.strerror or error}): start it, or give the address at which it is"
                 ) from error
@@ -272,7 +271,7 @@ def _where(at: Coordinates) -> str:
 def _give_up(at: Coordinates) -> None:
     """Ends the process while it waits inside JAX for others that do not come."""
     print(f"error: {_where(at)} were not all there within {at.timeout} s: {_REMEDY}", file=sys.stderr, flush=True)
-    os._exit(2)
+    os._exit(PeerError.code)
 
 
 def check_shared(folder: pathlib.Path, patience: float = 60.0) -> None:

@@ -12,10 +12,12 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from mars2_jax.errors import PeerError
+
 __all__ = ["LOST", "Board", "Request", "Watch"]
 
-LOST = 75
-"""Exit code of a process that ends because another is gone (EX_TEMPFAIL of sysexits.h): start all again."""
+LOST = PeerError.code
+"""Exit code of a process that ends because another is gone: start all again."""
 
 
 class Board(Protocol):

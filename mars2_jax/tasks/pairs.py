@@ -75,8 +75,11 @@ class Pair:
 
     @property
     def subject(self) -> str:
-        """Equal for pairs about one problem."""
-        return self.place if self.problem is None else self.problem.id
+        """Equal for pairs that ask for the same, wherever they stand: several answers to one question, and refinements
+        of them."""
+        if self.problem is None:
+            return "\0".join(text for message in self.messages for text in (message["role"], message["content"]))
+        return f"{self.problem.statement}\0{self.problem.starter}"
 
 
 def answer_with(program: str, problem: Problem) -> str | None:

@@ -141,7 +141,24 @@ class Agent:
     def set_state(self, state: TrainState) -> None:
         """Learns and decodes from this state on."""
         self.state = state
-        self.set_params(state.params)
+        self.hand_over()
+
+    def take_up(self, buffer: Buffer) -> int:
+        """Goes on with the nodes of a checkpoint. Tells how many it cannot learn from under the config of this run, and
+        left out: they are too long, or were not scored as it asks for."""
+        learning = self._run.learning
+        self.buffer = buffer
+        return buffer.adapt(
+            longest=longest_sample(self._run),
+            reference=learning.kl_coef > 0,
+            kl=learning.kl_coef > 0 and learning.kl_in == "reward",
+        )
+
+    def hand_over(self) -> None:
+        """Decodes with what it has learned from now on. Weights are cast and moved for it: once after all updates of a
+        step, not after each."""
+        assert self.state is not None
+        self.set_params(self.state.params)
 
     def set_params(self, params: nnx.State) -> None:
         """Decodes with these weights, or adapters, from now on; what it learns from stays."""
@@ -215,7 +232,8 @@ class Agent:
         """The updates from the oldest `train_batch_size` samples of the buffer: `learning.epochs` passes over them, of
         `learning.minibatches` updates each.
 
-        All of them have the same trees, whole, and so the same advantages.
+        All of them have the same trees, whole, and so the same advantages. The engine has the new weights after
+        `hand_over`; between the two it must not decode.
 
         Returns:
           Metrics, means over the updates; the trees of the batch; the shaped rewards and advantages that were used,
@@ -252,7 +270,6 @@ class Agent:
             if self._reference is not None and self._reference.due(updates):
                 self._reference.take(self.learner.on_devices(self.state.params))
         several, advantages = to_host((several, advantages))
-        self.set_params(self.state.params)
         means = {name: float(np.mean([metrics[name] for metrics in several])) for name in several[0]}
         return means, keys, advantages  # type: ignore[return-value]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -57,6 +58,32 @@ class Buffer:
         if dropped:
             self._samples, self._trees = kept, _needed(kept, self._trees)
         return dropped
+
+    def adapt(self, *, longest: int, reference: bool, kl: bool) -> int:
+        """Makes what was kept under another config fit to be learned from under this one, beside what will come.
+
+        Args:
+          longest: most tokens a sample may have, prompt and response; longer ones are removed.
+          reference: whether samples have reference log-probabilities: those without are removed, or theirs taken away.
+          kl: whether trees have the KL of their responses; likewise.
+
+        Returns:
+          How many samples were removed.
+        """
+        trees = self._trees
+        fits = lambda s: (
+            len(s.prompt) + len(s.tokens) <= longest
+            and (s.lp_ref is not None or not reference)
+            and (trees[s.tree].kl is not None or not kl)
+        )
+        kept = [sample for sample in self._samples if fits(sample)]
+        removed = len(self._samples) - len(kept)
+        if not reference:
+            kept = [dataclasses.replace(sample, lp_ref=None) for sample in kept]
+        if not kl:
+            trees = {key: dataclasses.replace(tree, kl=None) for key, tree in trees.items()}
+        self._samples, self._trees = kept, _needed(kept, trees)
+        return removed
 
     def to_arrays(self) -> dict[str, np.ndarray]:
         """Everything as flat arrays, for a checkpoint: ragged ones joined, with their lengths."""

@@ -124,7 +124,7 @@ class Checkpointer:
                 preservation_policy=preservation.AnyPreservationPolicy(policies),
                 **ranked,
             )
-        self._manager = ocp.CheckpointManager(self.directory, options=options, handler_registry=registry)
+        self._manager = _Manager(self.directory, options=options, handler_registry=registry)
         self._verified: set[int] = set()
 
     def due(self, step: int) -> bool:
@@ -391,6 +391,19 @@ def _files(directory: epath.Path) -> Iterator[epath.Path]:
                 yield from _files(path)
             else:
                 yield path
+
+
+class _Manager(ocp.CheckpointManager):
+    """Orbax's, which starts where a score is damaged, too: it reads those of all checkpoints at once."""
+
+    def metrics(self, step: int) -> dict[str, float] | None:
+        """The score of a checkpoint by its name; None where there is none that can be read."""
+        try:
+            found = super().metrics(step)
+        except (OSError, ValueError) as error:
+            logging.getLogger(__name__).warning("the checkpoint of step %d has no score: %s", step, error)
+            return None
+        return found if isinstance(found, dict) else None
 
 
 class _HostHandler(ocp.CheckpointHandler):

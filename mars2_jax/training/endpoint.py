@@ -68,6 +68,7 @@ class EndpointWriter:
 
     Attributes:
       seconds: wall time spent in `step` so far.
+      tokens: of the answers so far, by the server's count.
     """
 
     def __init__(self, name: str, endpoint: Endpoint, sampling: SamplingParams, *, role: str, feedback: Feedback):
@@ -77,7 +78,7 @@ class EndpointWriter:
         self._open: dict[int, tuple[Problem, Future[Reply]]] = {}
         self._arrived: queue.SimpleQueue[tuple[int, Future[Reply]]] = queue.SimpleQueue()
         self._warned = False
-        self.seconds = 0.0
+        self.seconds, self.tokens = 0.0, 0
 
     def submit(
         self, ticket: int, problem: Problem, previous: Attempt | None, key: np.ndarray, so_far: Completion | None = None
@@ -120,6 +121,7 @@ class EndpointWriter:
 
     def _draft(self, ticket: int, reply: Reply) -> Draft:
         problem, _ = self._open.pop(ticket)
+        self.tokens += reply.tokens
         if not reply.text.strip() and not self._warned:
             self._warned = True
             logging.getLogger(__name__).warning(

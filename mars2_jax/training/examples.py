@@ -65,10 +65,19 @@ class ExampleSets:
             digest.update(np.int64(array.size).tobytes() + array.tobytes())
         return digest.hexdigest()
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes both to a file, all or nothing. Raises StorageError."""
+    def save(self, path: str | os.PathLike[str], made_from: str = "") -> None:
+        """Writes both to a file, all or nothing, with a word for what they were made from. Raises StorageError."""
         with replacing(path) as file:
-            np.savez(file, allow_pickle=False, **self._arrays())
+            np.savez(file, allow_pickle=False, made_from=np.asarray(made_from), **self._arrays())
+
+    @staticmethod
+    def made_from(path: str | os.PathLike[str]) -> str:
+        """The word that `save` was given; "" where there is none, or no such file that can be read."""
+        try:
+            with np.load(pathlib.Path(path), allow_pickle=False) as arrays:
+                return str(arrays["made_from"])
+        except _UNREADABLE:
+            return ""
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ExampleSets:
@@ -77,7 +86,7 @@ class ExampleSets:
             with np.load(pathlib.Path(path), allow_pickle=False) as arrays:
                 parts = {name: arrays[name] for name in arrays.files}
             sets = [Examples(*(_split(parts, f"{name}/{part}") for part in _PARTS)) for name in _SETS]
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        except _UNREADABLE as error:
             raise DataError(f"{path} cannot be read ({error}): start the run over in another --workdir") from error
         return cls(*sets)
 
@@ -91,6 +100,7 @@ class ExampleSets:
         return arrays
 
 
+_UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
 _SETS, _PARTS = ("learned", "held_out"), ("prompts", "responses")
 
 
@@ -162,6 +172,8 @@ class _Maker:
         longest_prompt, longest_response = self._longest
         answer = self._tokenizer.encode(pair.response)
         if any(int(token) in self._tokenizer.stop_ids for token in answer):
+            if pair.author:  # a model wrote it, and spelled the token
+                return self._leave_out("answers that hold a token that ends a turn")
             raise DataError(f"{pair.place}: the answer holds a token that ends a turn: take it out, one is added")
         response = np.append(answer, self._end).astype(np.int32)
         if len(response) > longest_response:

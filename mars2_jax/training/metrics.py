@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -11,10 +12,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.summary import scalar
 
 from mars2_jax.errors import DataError
-from mars2_jax.files import write_atomically
+from mars2_jax.files import storage, write_atomically
 
 __all__ = ["MetricsWriter", "read_metrics"]
 
@@ -34,6 +37,7 @@ class MetricsWriter:
 
     Raises:
       DataError: the existing metrics.jsonl is damaged elsewhere than in its last line.
+      StorageError: the files cannot be written; by every method.
     """
 
     def __init__(self, workdir: str | os.PathLike[str], resumed_step: int | None = None):
@@ -43,10 +47,10 @@ class MetricsWriter:
         kept = [] if resumed_step is None else [row for row in read_metrics(path) if row["step"] <= resumed_step]
         write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
         self._started = time.monotonic() - max((row["wall"] for row in kept), default=0.0)
-        self._file = path.open("a", encoding="utf-8")
-        # purge_step tells TensorBoard to forget the steps that are done again.
-        purge = 0 if resumed_step is None else resumed_step + 1
-        self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=purge)
+        self._path = path
+        with storage(path):
+            self._file = path.open("a", encoding="utf-8")
+            self._board = _Board(workdir / "tensorboard", 0 if resumed_step is None else resumed_step + 1)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Writes one line and flushes it.
@@ -60,16 +64,15 @@ class MetricsWriter:
         numbers = {name: _number(value) for name, value in values.items()}
         row: dict[str, Any] = {"step": int(step), "wall": round(time.monotonic() - self._started, 3)}
         row.update((name, value if math.isfinite(value) else None) for name, value in numbers.items())
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
-        for name, value in numbers.items():
-            self._board.add_scalar(name, value, step)
-        self._board.flush()
+        with storage(self._path):
+            self._file.write(json.dumps(row, allow_nan=False) + "\n")
+            self._file.flush()
+            self._board.write(int(step), numbers)
 
     def close(self) -> None:
         """Closes the files."""
-        self._file.close()
-        self._board.close()
+        with storage(self._path), contextlib.closing(self._board):
+            self._file.close()
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -80,15 +83,49 @@ class MetricsWriter:
         self.close()
 
 
+class _Board:
+    """A file of events for TensorBoard.
+
+    Written here and now: of a full disk the thread of tensorboardX's own writer dies, and what is added after that
+    waits for it forever.
+
+    Args:
+      folder: of the files; each writer makes one.
+      purge_step: TensorBoard forgets this step and those after it, which are done again.
+    """
+
+    def __init__(self, folder: Path, purge_step: int):
+        folder.mkdir(parents=True, exist_ok=True)
+        self._events = EventsWriter(str(folder / "events"))
+        self._add(step=purge_step, file_version="brain.Event:2")
+        self._add(step=purge_step, session_log=SessionLog(status=SessionLog.START))
+        self._events.flush()
+
+    def write(self, step: int, numbers: Mapping[str, int | float]) -> None:
+        """Adds numbers of a step, and flushes them."""
+        for name, value in numbers.items():
+            self._add(step=step, summary=scalar(name, value))
+        self._events.flush()
+
+    def close(self) -> None:
+        self._events.close()
+
+    def _add(self, **fields: Any) -> None:
+        self._events.write_event(Event(wall_time=time.time(), **fields))
+
+
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl, none if there is no file. A last line cut short by a kill is left out.
 
     Raises:
-      DataError: another line is damaged.
+      DataError: another line is damaged, or the file cannot be read.
     """
-    if not Path(path).exists():
+    try:
+        lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
+    except FileNotFoundError:
         return []
-    lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}): it is a file of the run; move it away") from error
     rows = []
     # What follows the last line end is a line that was not finished, or nothing.
     for number, line in enumerate(lines[:-1], start=1):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import functools
+import hashlib
 import pathlib
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +20,7 @@ from mars2_jax.tasks.pairs import Pair, record_pairs, reference_pairs
 from mars2_jax.tasks.prepared import PreparedProblems
 from mars2_jax.tasks.problem import Problem
 from mars2_jax.training.setup import calibrated, load_problems, start_grader
-from mars2_jax.training.trees import NODE_FIELDS, read_trees
+from mars2_jax.training.trees import read_trees
 
 __all__ = ["Grades", "PairSources", "grade_parents", "tree_pairs"]
 
@@ -56,6 +58,25 @@ class PairSources:
             else:
                 yield from tree_pairs(path, self.find, skip, by_author=self._config.sft.authors == "itself")
         self.skipped = skipped
+
+    @functools.cached_property
+    def refined(self) -> Mapping[tuple[str, str], Problem]:
+        """The programs that pairs refine and the grader can say something of, by problem and program."""
+        return self._survey[1]
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Equal for equal pairs about equal problems."""
+        return self._survey[0]
+
+    @functools.cached_property
+    def _survey(self) -> tuple[str, dict[tuple[str, str], Problem]]:
+        digest, refined = hashlib.sha256(), {}
+        for pair in self:
+            digest.update(pickle.dumps(pair))
+            if pair.problem is not None and pair.problem.public and (pair.parent or "").strip():
+                refined[pair.problem.id, pair.parent or ""] = pair.problem
+        return digest.hexdigest(), refined
 
     def find(self, name: str) -> Problem | None:
         """The problem of `config.data` with this id; None where there is none."""
@@ -111,11 +132,7 @@ def tree_pairs(
 
 def _passing(tree: Mapping[str, Any], problem: Problem, place: str) -> Iterator[Pair]:
     programs: dict[int, str | None] = {0: None}
-    if not isinstance(tree["nodes"], list) or not all(isinstance(node, dict) for node in tree["nodes"]):
-        raise DataError(f"{place}: the field 'nodes' is no list of nodes: it is no file that a run wrote")
     for node in tree["nodes"]:
-        if missing := [field for field in NODE_FIELDS if field not in node]:
-            raise DataError(f"{place}: a node lacks the field {missing[0]!r}: it is no file that a run wrote")
         if node["parent"] not in programs:
             raise DataError(f"{place}: node {node['slot']} stands before its parent: it is no file that a run wrote")
         programs[node["slot"]] = node["program"]
@@ -132,14 +149,9 @@ def grade_parents(config: FrozenConfigDict, pairs: PairSources, console: Console
     Raises:
       DataError, SandboxError, ConfigError: what cannot be read, or not be run.
     """
-    asked: dict[tuple[str, str], None] = {}
-    named: dict[str, Problem] = {}
-    for pair in pairs:
-        if pair.problem is not None and pair.problem.public and (pair.parent or "").strip():
-            asked[pair.problem.id, pair.parent or ""] = None
-            named[pair.problem.id] = pair.problem
-    if not asked:
+    if not pairs.refined:
         return {}
+    named = {problem.id: problem for problem in pairs.refined.values()}
     check_comparators(named.values(), config.grading.checkers)
     grades: dict[tuple[str, str], Grade] = {}
     running: collections.deque[tuple[tuple[str, str], int]] = collections.deque()
@@ -150,7 +162,7 @@ def grade_parents(config: FrozenConfigDict, pairs: PairSources, console: Console
             key, ticket = running.popleft()
             grades[key] = grader.wait(ticket)
 
-        for key in asked:
+        for key in pairs.refined:
             name, program = key
             running.append((key, grader.submit(program, problems[name], tests="public")))
             if len(running) == _AT_A_TIME:

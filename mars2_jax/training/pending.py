@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 
 from mars2_jax.errors import DataError
+from mars2_jax.files import storage
 from mars2_jax.parallel.exchange import from_leader, leads
 from mars2_jax.search.saved import SavedSearch, read_search, search_from_bytes, search_to_bytes, write_search
 
@@ -73,4 +74,5 @@ class PendingSearch:
         for path in self._workdir.glob("pending_search_*") if leads() else ():
             match = _NAME.fullmatch(path.name)
             if match and which(int(match[1]), int(match[2] or 1)):
-                path.unlink(missing_ok=True)
+                with storage(path):
+                    path.unlink(missing_ok=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -160,7 +160,7 @@ def search_metrics(exploration: Exploration) -> dict[str, float]:
     return metrics
 
 
-def most_telling(trees: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+def most_telling(trees: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """The tree to show to a person: solved, not by every node, and as deep as possible."""
 
     def rank(tree: Mapping[str, Any]) -> tuple[bool, bool, int, int]:

@@ -16,7 +16,7 @@ import numpy as np
 from ml_collections import FrozenConfigDict
 
 from mars2_jax.learning.batch import TreeArrays
-from mars2_jax.parallel.exchange import share
+from mars2_jax.parallel.exchange import gather, share
 from mars2_jax.search.explore import Exploration, Grader, Seconds, Suspended
 from mars2_jax.search.saved import SavedSearch
 from mars2_jax.search.shares import explore_together
@@ -51,7 +51,8 @@ class StepSearch:
       indices: of their problems in the problem set.
       learned: by learner, the nodes that it learns from: all that its weights wrote, where nothing is filtered.
       rounds: rounds that it took.
-      seconds: by member of the team, in what it wrote with: wall time.
+      spent: float64[processes, members of the team, 2]: wall seconds of decoding, and the tokens that were decoded in
+        them. What a suspended search had before it went on is in neither.
     """
 
     exploration: Exploration
@@ -59,12 +60,18 @@ class StepSearch:
     indices: list[int]
     learned: dict[str, list[Node]]
     rounds: int
-    seconds: list[float]
+    spent: np.ndarray
 
     @property
     def dropped(self) -> int:
         """Trees that nobody learns from."""
         return len(self.trees) - len({tree for nodes in self.learned.values() for tree, _, _ in nodes})
+
+    def tokens_per_second(self, members: Collection[int]) -> float | None:
+        """Of some members of the team, which decode together, in all processes: their tokens over the time of the
+        process that took longest. None where nothing was decoded."""
+        seconds, tokens = self.spent[:, sorted(members)].sum(axis=1).T
+        return float(tokens.sum() / seconds.max()) if tokens.sum() else None
 
 
 def search_step(
@@ -99,7 +106,7 @@ def search_step(
     wanted, filtering = config.data.problems_per_step, config.data.dynamic_filtering
     rounds: list[Exploration] = []
     indices: list[int] = []
-    seconds = [0.0] * len(team)
+    spent = np.zeros((len(team), 2))
     missing = wanted
     while True:
         draw, phase = problems.draw(missing), "resample" if rounds else "search"
@@ -125,7 +132,7 @@ def search_step(
             raise SuspendedStep([*(one.to_saved() for one in rounds), search.saved]) from None
         rounds.append(found)
         indices += draw.indices
-        seconds = [before + writer.seconds for before, writer in zip(seconds, writers, strict=True)]
+        spent += [(writer.seconds, writer.tokens) for writer in writers]
         # The trees are those of all processes: so is what follows from them.
         exploration = _joined(rounds)
         check_graded(exploration)
@@ -133,10 +140,11 @@ def search_step(
         learned = {name: written_by(exploration, numbers, step) for name, numbers in voices.items()}
         if filtering:
             learned = telling_nodes(learned, trees, config.learning, config.rollout.max_new_tokens)
-        result = StepSearch(exploration, trees, indices, learned, len(rounds), seconds)
+        result = StepSearch(exploration, trees, indices, learned, len(rounds), spent[None])
         missing = wanted - (len(trees) - result.dropped)
         if not filtering or missing <= 0 or len(rounds) > config.data.max_resamples:
-            return result
+            of_all = [np.frombuffer(data).reshape(spent.shape) for data in gather(spent.tobytes())]
+            return dataclasses.replace(result, spent=np.stack(of_all))
 
 
 def _joined(rounds: Sequence[Exploration]) -> Exploration:

@@ -272,7 +272,7 @@ def claim(workdir: str) -> Iterator[pathlib.Path]:
     Of several processes the first does so; the others see that it is theirs, too.
 
     Raises:
-      ConfigError: the folder cannot be made or written, another run holds it, or it is not shared.
+      ConfigError: the folder cannot be made, written or locked, another run holds it, or it is not shared.
     """
     path = pathlib.Path(workdir)
     if not leads():
@@ -287,7 +287,12 @@ def claim(workdir: str) -> Iterator[pathlib.Path]:
     with handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as e:
+        except BlockingIOError as e:
             raise ConfigError(f"another run is at work in --workdir={workdir}: wait for it or choose another") from e
+        except OSError as e:
+            raise ConfigError(
+                f"--workdir={workdir} cannot be locked ({e.strerror}), and two runs would overwrite each other: mount "
+                "its file system with locks (Lustre: -o flock; NFS: with lockd), or choose another folder"
+            ) from e
         check_shared(path)
         yield path

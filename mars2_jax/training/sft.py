@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
+import json
 import math
 import pathlib
 import time
@@ -44,6 +46,7 @@ from mars2_jax.viewer.terminal import Progress, render_summary
 __all__ = ["fine_tune"]
 
 _HELD_OUT = "sft/held_out_loss"
+_EXAMPLES = "examples.npz"
 
 _READ = (
     "seed",
@@ -93,17 +96,20 @@ def fine_tune(config: FrozenConfigDict, workdir: str, agent: str | None = None, 
     root = pathlib.Path(workdir)
     if (root / "checkpoints").exists():
         raise ConfigError(f"--workdir={workdir} holds a training run: choose another")
-    begun = {name for name in names if _has_checkpoint(root / name)}
     pairs = PairSources(config)
+    begun = {name for name in names if _has_checkpoint(root / name)}
+    made_from = {name: _made_from(config, pairs) for name in names if name not in begun}
+    # Of a run that was stopped before the agent's first checkpoint.
+    made = {name for name, word in made_from.items() if ExampleSets.made_from(root / name / _EXAMPLES) == word}
     # The grader before anything of JAX: its processes must not be started from one in which JAX's threads run.
-    grades = grade_parents(config, pairs, console) if begun != set(names) else {}
+    grades = grade_parents(config, pairs, console) if made_from.keys() - made else {}
     mesh = make_mesh(config.mesh)
     check_rows(config, mesh)
     runs = []
     for name in names:
         file = ModelFile(config.agents[name].model, longest_sample(config), mesh, key=f"agents.{name}.model")
-        if name in begun:
-            sets = ExampleSets.load(root / name / "examples.npz")
+        if name in begun | made:
+            sets = ExampleSets.load(root / name / _EXAMPLES)
         else:
             sets, line = make_examples(config, name, file.tokenizer, pairs, grades)
             told = "".join(f"; {count} {reason}" for reason, count in sorted(pairs.skipped.items()))
@@ -112,6 +118,9 @@ def fine_tune(config: FrozenConfigDict, workdir: str, agent: str | None = None, 
     with stop_on_sigterm() as stop, claim(workdir), jax.set_mesh(mesh), contextlib.ExitStack() as stack:
         for run in runs:
             run.open(stack)
+        for run in runs:
+            if run.name in made_from.keys() - made:
+                run.sets.save(root / run.name / _EXAMPLES, made_from[run.name])
         losses = {}
         try:
             with Progress(len(runs), console=console, unit="agent") as progress:
@@ -169,6 +178,12 @@ def _has_checkpoint(folder: pathlib.Path) -> bool:
     return checkpoints.is_dir() and any(path.name.isdigit() for path in checkpoints.iterdir())
 
 
+def _made_from(config: FrozenConfigDict, pairs: PairSources) -> str:
+    """Equal where examples would be equal: of equal pairs, under equal configs, by equal code."""
+    told = [_only(as_json(config), (*_READ, "agents")), code_version(), pairs.digest]
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+
 class _FineTuning:
     """The run of one agent."""
 
@@ -182,8 +197,8 @@ class _FineTuning:
         folder: pathlib.Path,
         console: Console,
     ):
-        self.name = name
-        self._config, self._file, self._sets, self._mesh = config, file, sets, mesh
+        self.name, self.sets = name, sets
+        self._config, self._file, self._mesh = config, file, mesh
         self._folder, self._console = folder, console
         self._fingerprint = sets.fingerprint()
         self._longest = longest_sample(config)
@@ -220,8 +235,6 @@ class _FineTuning:
             state = self._restore(state)
         check_space(self._folder, sum(x.nbytes for x in jax.tree.leaves(state)))
         write_config(self._config, self._folder)
-        if self._saved is None:
-            self._sets.save(self._folder / "examples.npz")
         with MetricsWriter(self._folder, self._saved) as metrics:
             losses = self._train(state, base, metrics, progress, stop)
         self._checkpointer.wait()
@@ -242,7 +255,7 @@ class _FineTuning:
             self._console.print(line, highlight=False, soft_wrap=True)
         if meta["examples"] != self._fingerprint:
             raise ConfigError(
-                f"{self._folder / 'examples.npz'} is not what the run was started with: choose another --workdir"
+                f"{self._folder / _EXAMPLES} is not what the run was started with: choose another --workdir"
             )
         check_code(meta.get("code", {}))
 
@@ -266,7 +279,7 @@ class _FineTuning:
     ) -> dict[str, float | None]:
         config, updates, step = self._config.sft, self._updates, self._saved or 0
         losses: dict[str, float | None] = dict(self._meta.get("losses", {}))
-        if not step and len(self._sets.held_out):
+        if not step and len(self.sets.held_out):
             loss = self._measure(state, base)
             metrics.write(0, {_HELD_OUT: loss})
             losses["before"] = _finite(loss)
@@ -284,7 +297,7 @@ class _FineTuning:
             values = {f"sft/{name}": float(value) for name, value in jax.device_get(computed).items()}
             values["time/update_seconds"] = time.perf_counter() - started
             due = last or (config.evaluate_every and step % config.evaluate_every == 0)
-            if due and len(self._sets.held_out):
+            if due and len(self.sets.held_out):
                 values[_HELD_OUT] = self._measure(state, base)
                 if last:
                     losses["after"] = _finite(values[_HELD_OUT])
@@ -306,7 +319,7 @@ class _FineTuning:
 
     def _batch(self, step: int) -> PairBatch:
         """That of the update after `step` of them."""
-        learning, learned = self._config.learning, self._sets.learned
+        learning, learned = self._config.learning, self.sets.learned
         chosen = learned.take(
             problems_for_step(len(learned), step, self._config.sft.batch_size, seed=self._config.seed)
         )
@@ -323,7 +336,7 @@ class _FineTuning:
         return batch
 
     def _measure(self, state: TrainState, base: nnx.State | None) -> float:
-        held = self._sets.held_out
+        held = self.sets.held_out
         return mean_loss(self._learner, state.params, held.prompts, held.responses, base, longest=self._longest)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import os
 import pathlib
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from ml_collections import FrozenConfigDict
 from rich.console import Console
 
 from mars2_jax.config import as_json, write_config
-from mars2_jax.errors import ConfigError
+from mars2_jax.errors import ConfigError, DataError
 from mars2_jax.learning.batch import TreeArrays
 from mars2_jax.parallel.exchange import agree_on, any_process, leads
 from mars2_jax.parallel.hosts import Coordinates, joined
@@ -60,7 +61,7 @@ def train(
     workdir: str,
     console: Console | None = None,
     coordinates: Coordinates = Coordinates(detect=False),  # noqa: B008 - frozen
-) -> None:
+) -> bool:
     """Trains a team from its config, or goes on where a run in `workdir` stopped.
 
     Several processes (`coordinates`) train as one: each searches and grades its share of every step's problems on its
@@ -70,6 +71,9 @@ def train(
     SIGTERM ends it early and in good order: a search under way is suspended and goes on in the next run, an evaluation
     is given up, an update phase is finished; then the state is saved, and the function returns. Of several processes
     it is enough that one gets it.
+
+    Returns:
+      Whether the run is done; False where it was stopped before.
 
     Raises:
       UserError: something that the user can put right; raised before any work starts.
@@ -120,15 +124,16 @@ def train(
         problems = calibrated(config, problems, grader, console)
         judges = calibrated(config, judges, grader, console)
         with jax.set_mesh(setup.mesh):
-            Trainer(setup, problems, judges, grader, checkpointer, pending, folder, console, stop).run()
+            done = Trainer(setup, problems, judges, grader, checkpointer, pending, folder, console, stop).run()
+    return done
 
 
 class Trainer:
     """One run. Made by `train`; the pieces it is given are open and checked.
 
     Metrics `agent/<name>/...` count nodes, tokens and rewards of every member of the team. Those with weights have the
-    rest: `tokens_per_second` of all that their engine wrote, and, where they learn, losses, updates and the buffer, of
-    nodes by all that play with their weights.
+    rest: `tokens_per_second` of all that their engine decoded in the step, and, where they learn, losses, updates and
+    the buffer, of nodes by all that play with their weights.
     """
 
     def __init__(
@@ -157,6 +162,8 @@ class Trainer:
         self.evaluations: dict[str, dict[str, float]] = {}
         # Metrics of the step just finished, its evaluation included.
         self.values: dict[str, Any] = {}
+        # Whether the metric that the best checkpoints go by was ever measured.
+        self._best_exists = False
         console.print(f"loading {', '.join(setup.files)}", highlight=False)
         self.team = setup.team()
         self.learners = [agent for agent in self.team if isinstance(agent, Agent) and agent.state is not None]
@@ -165,8 +172,9 @@ class Trainer:
         self.step = self.saved or 0
         self.suspended = pending.of(self.step + 1)
 
-    def run(self) -> None:
-        """Trains to the last step, evaluating before and after, and prints what came of it; ends early on request."""
+    def run(self) -> bool:
+        """Trains to the last step, evaluating before and after, and prints what came of it; ends early on request, and
+        then returns False."""
         steps = self.config.training.steps
         if self.step < steps:
             # A finished run is only shown again: that takes no room.
@@ -188,9 +196,10 @@ class Trainer:
         self._forget_pending()
         if stopped:
             self.console.print(f"stopped on request after step {self.step}: the same command goes on", highlight=False)
-            return
+            return False
         if leads():
             self._report()
+        return True
 
     def _train(self, progress: Progress, metrics: MetricsWriter | None) -> None:
         """The steps that are left, and the evaluations around them. Raises `Stopped` on request, all being saved."""
@@ -259,9 +268,8 @@ class Trainer:
         advance = progress.counter("learn", len(self.learners))
         for agent, voices in self._voices():
             prefix = f"agent/{agent.name}"
-            written = written_by(exploration, voices, step)
-            seconds = sum(found.seconds[index] for index in voices)
-            values[f"{prefix}/tokens_per_second"] = _tokens(written) / max(seconds, 1e-9)
+            if (rate := found.tokens_per_second(voices)) is not None:
+                values[f"{prefix}/tokens_per_second"] = rate
             if agent.state is not None:
                 masked = agent.remember(found.learned[agent.name], trees)
                 if config.learning.overlong_mask:
@@ -303,17 +311,27 @@ class Trainer:
             update, keys, advantages = agent.update(self.mesh)
             for i, key in enumerate(keys):
                 if key in trees:
-                    new = np.asarray(advantages.shaped[i]), np.asarray(advantages.advantage[i])
                     mine = np.isin(trees[key].agent, list(voices))
+                    # The batch may hold trees of more nodes than this step's.
+                    new = tuple(np.asarray(x[i])[: len(mine)] for x in (advantages.shaped, advantages.advantage))
                     shaped, advantage = (np.where(mine, a, b) for a, b in zip(new, used.get(key, new), strict=True))
                     used[key] = shaped, advantage
             for name, value in update.items():
                 collected[name].append(value)
             dropped += agent.drop_stale()
+        if collected:
+            agent.hand_over()
         # Of the nodes of this step, not of those that were updated from: counted by the caller.
         for name in ("nodes", "tokens", "reward_mean"):
             collected.pop(name, None)
         values = {name: float(np.mean(v)) for name, v in collected.items()}
+        if values.get("skipped"):
+            self.console.print(
+                f"{agent.name}: gradients of step {self.step + 1} are not finite ({values['skipped']:.0%} of its "
+                "updates): they were not used; a lower learning rate may help",
+                highlight=False,
+                soft_wrap=True,
+            )
         if self.config.learning.max_staleness:
             values["dropped_stale"] = float(dropped)
         return values
@@ -335,11 +353,21 @@ class Trainer:
         """Sees that the metric exists, as soon as one of its kind was measured: an evaluation's, or a step's own."""
         best = self.config.training.best_metric
         measured = [name for name in self.values if name.startswith("eval/") == best.startswith("eval/")]
-        if best and measured and best not in measured:
+        self._best_exists |= best in measured
+        if best and measured and not self._best_exists and not self._rested(best):
             raise ConfigError(
                 f"config.training.best_metric is {best!r}, which step {self.step} did not measure: take one of "
                 f"{', '.join(sorted(measured))}"
             )
+
+    def _rested(self, metric: str) -> bool:
+        """Whether it is a metric of an agent that wrote nothing in this step, or learned nothing: it may come yet."""
+        learners = {agent.name for agent in self.learners}
+        for name in (member.name for member in self.team):
+            if metric.startswith(f"agent/{name}/"):
+                always = {f"agent/{name}/reward_mean"} | ({f"agent/{name}/loss"} if name in learners else set())
+                return not always <= self.values.keys()
+        return False
 
     def _save(self) -> None:
         self.checkpointer.wait()
@@ -372,7 +400,13 @@ class Trainer:
         kept = lambda name: {n.removeprefix(f"{name}/"): a for n, a in saved.host.items() if n.startswith(f"{name}/")}
         for agent in self.learners:
             agent.restore(saved.state)
-            agent.buffer = Buffer.from_arrays(kept(agent.name))
+            if left_out := agent.take_up(Buffer.from_arrays(kept(agent.name))):
+                self.console.print(
+                    f"{left_out} nodes that wait for {agent.name}'s next update do not fit what changed in the config: "
+                    "left out",
+                    highlight=False,
+                    soft_wrap=True,
+                )
         # Checkpoints of earlier versions hold no state of the iterator: it has made a step for each of the run's.
         self.problem_iterator.set_state(saved.meta.get("problems", {"step": saved.step}), kept("data.pass_rates"))
         if saved.meta["config"]["eval"] == as_json(self.config)["eval"]:
@@ -387,14 +421,19 @@ class Trainer:
             rows = [(name.split("/", 2)[2], before.get(name), after.get(name)) for name in after]
             self.console.print(f"{self.config.eval.source}, {len(self.judges)} held-out problems", highlight=False)
             self.console.print(render_summary(rows))
-        trees = []
-        for step in range(1, self.step + 1):
-            if trees_path(self.workdir, step).exists():
-                trees += read_trees(trees_path(self.workdir, step))
-        best = most_telling(trees)
+        best = most_telling(self._trees())
         if best is not None:
             title = f"step {best['step']}, problem {best['problem']}"
             self.console.print(render_tree(best["nodes"], [a.name for a in self.team], title))
+
+    def _trees(self) -> Iterator[Mapping[str, Any]]:
+        """The trees in the files of all steps; a file that is gone or damaged is no reason to fail after all work."""
+        for step in range(1, self.step + 1):
+            path = trees_path(self.workdir, step)
+            try:
+                yield from read_trees(path) if path.exists() else ()
+            except DataError as error:
+                logging.getLogger(__name__).warning("showing no tree of step %d: %s", step, error)
 
 
 def _tokens(written: Sequence[Node]) -> int:

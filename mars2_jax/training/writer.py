@@ -77,14 +77,16 @@ class EngineWriter:
       sampling: how every response is drawn.
 
     Attributes:
-      seconds: wall time spent in `step` so far.
+      seconds: wall time spent in `dispatch` and `step` so far.
+      tokens: of the responses that it returned, those that were decoded for it: what came with `so_far` was before.
     """
 
     def __init__(self, name: str, engine: Port, tokenizer: ChatTokenizer, prompter: Prompter, sampling: SamplingParams):
         self.name = name
         self._engine, self._tokenizer, self._prompter, self._sampling = engine, tokenizer, prompter, sampling
-        self._open: dict[int, Problem] = {}
-        self.seconds = 0.0
+        # The problem, and tokens that there were of the response when it was submitted.
+        self._open: dict[int, tuple[Problem, int]] = {}
+        self.seconds, self.tokens = 0.0, 0
 
     def submit(
         self, ticket: int, problem: Problem, previous: Attempt | None, key: np.ndarray, so_far: Completion | None = None
@@ -100,7 +102,7 @@ class EngineWriter:
         if so_far is not None and not np.array_equal(prompt, so_far.prompt):
             raise ValueError(f"ticket {ticket} was suspended with another prompt than it has now")
         self._engine.submit(Request(ticket, prompt, key, self._sampling, so_far))
-        self._open[ticket] = problem
+        self._open[ticket] = problem, 0 if so_far is None else len(so_far.tokens)
 
     def dispatch(self) -> None:
         """See `Writer.dispatch`: the next chunk."""
@@ -115,7 +117,8 @@ class EngineWriter:
         completions = self._engine.step()
         self.seconds += time.perf_counter() - started
         for completion in completions:
-            problem = self._open.pop(completion.id)
+            problem, before = self._open.pop(completion.id)
+            self.tokens += len(completion.tokens) - before
             text = self._tokenizer.decode(completion.tokens)
             drafts.append(Draft(completion.id, text, extract_program(text, problem), completion))
         return drafts

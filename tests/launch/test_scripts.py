@@ -23,8 +23,10 @@ echo "$* gpus=${CUDA_VISIBLE_DEVICES:-} ids=${JAX_LOCAL_DEVICE_IDS:-} ${XLA_FLAG
 code="$(head -n 1 "$HERE/codes" 2>/dev/null)"
 sed -i 1d "$HERE/codes" 2>/dev/null
 flock -u 8
+[[ "$*" =~ --stopped_code=([0-9]+) ]] && stopped="${BASH_REMATCH[1]}"
 case "$code" in
-  wait) trap 'exit 0' TERM; while true; do sleep 0.05; done ;;
+  wait) trap 'exit ${stopped:-0}' TERM; while true; do sleep 0.05; done ;;
+  stopped) exit "${stopped:-0}" ;;
   hang) trap '' TERM; while true; do sleep 0.05; done ;;
 esac
 exit "${code:-0}"
@@ -183,7 +185,7 @@ def test_slurm_starts_one_task_a_node_with_all_its_gpus(here):
     done = slurm(here)
     assert done.returncode == 0, done.stderr
     assert lines(here / "trained")[0].startswith(
-        "-m mars2_jax.train --config=c.py --workdir=/w --config.seed=1 gpus= ids=0,1,2,3"
+        "-m mars2_jax.train --config=c.py --workdir=/w --stopped_code=85 --config.seed=1 gpus= ids=0,1,2,3"
     )
     (said,) = lines(here / "said")
     assert said.startswith("srun --kill-on-bad-exit=0 --wait=0 ")
@@ -210,6 +212,16 @@ def test_slurm_saves_and_requeues_near_the_time_limit(here):
     assert lines(here / "said")[1:] == ["scancel --signal=TERM 77", "scontrol requeue 77"]
 
 
+def test_slurm_requeues_tasks_that_were_told_to_stop_without_the_script(here):
+    """As SLURM does with a job that is preempted with a grace time: the tasks end in good order, and are not done."""
+    (here / "codes").write_text("stopped\n0\n")
+    done = slurm(here, SLURM_RESTART_COUNT="10")
+    assert done.returncode == 0 and "stopped on request" in done.stderr
+    assert lines(here / "said")[-1] == "scontrol requeue 77"
+    assert slurm(here).returncode == 0
+    assert lines(here / "said").count("scontrol requeue 77") == 1
+
+
 TPU = dict(TPU="pod", ZONE="z")
 
 
@@ -222,7 +234,7 @@ def test_tpu_workers_get_the_checkout_and_one_command(here):
     assert "launch/env.sh tpu" in unpack and "--command=mount it" in setup
     assert "ssh pod --worker=all" in train
     assert lines(here / "trained")[0].startswith(
-        "-m mars2_jax.train --config=configs/x.py --workdir=/mnt/a b --config.seed=1 "
+        "-m mars2_jax.train --config=configs/x.py --workdir=/mnt/a b --stopped_code=85 --config.seed=1 "
     )
     archive = lines(here / "archive")
     assert "launch/env.sh" in archive and "mars2_jax/train.py" in archive
@@ -237,6 +249,13 @@ def test_a_slice_that_was_preempted_is_made_again(here):
     said = [line.removeprefix("gcloud compute tpus tpu-vm ").split(" --zone")[0] for line in lines(here / "said")]
     again = said[said.index("delete pod") :]
     assert again[0] == "delete pod" and again[2] == "create pod --accelerator-type=v5litepod-16 --spot"
+    assert len(lines(here / "trained")) == 2
+
+
+def test_workers_that_were_told_of_a_preemption_are_started_again(here):
+    (here / "codes").write_text("stopped\n0\n")
+    done = launch(here, "tpu_vm.sh", "c", "w", **TPU)
+    assert done.returncode == 0, done.stderr
     assert len(lines(here / "trained")) == 2
 
 

@@ -4,13 +4,15 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
 from mars2_jax.config import agent_config, default_config
 from mars2_jax.errors import ConfigError
 from mars2_jax.learning.batch import Sample, TreeArrays, make_batch
-from mars2_jax.learning.update import Learner
+from mars2_jax.learning.optimizer import make_optimizer
+from mars2_jax.learning.update import Learner, descend
 from mars2_jax.models.config import ModelConfig
 from mars2_jax.models.decoder import Decoder
 from tests.learning import reference
@@ -433,3 +435,35 @@ def test_a_temperature_of_zero_is_an_error():
 def test_a_bad_overlong_buffer_is_an_error_at_creation():
     with pytest.raises(ConfigError, match="learning.overlong_buffer"):
         _learner(_model(), overlong_factor=1.0, overlong_buffer=0)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
+def test_a_gradient_that_is_not_finite_changes_nothing(name):
+    """Neither weights nor moments: the next step is what it would have been."""
+    optimizer = agent_config().optimizer
+    optimizer.update(dict(name=name, learning_rate=1e-2, weight_decay=0.1))
+    params = nnx.state(_model())
+    good = jax.tree.map(lambda x: jnp.sin(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), params)
+    start = make_optimizer(optimizer).init(params)
+    step = jax.jit(lambda gradient, *old: descend(optimizer, gradient, optax.tree.norm(gradient), *old))
+    for broken in (np.nan, np.inf, -np.inf):
+        gradient = jax.tree.map(lambda x, b=broken: x.at[(0,) * x.ndim].set(b), good)
+        *old, skipped = step(gradient, params, start)
+        assert skipped == 1
+        assert all((a == b).all() for a, b in zip(_host((params, start)), _host(tuple(old)), strict=True))
+    *new, skipped = step(good, *old)
+    *straight, _ = step(good, params, start)
+    assert skipped == 0 and all((a == b).all() for a, b in zip(_host(new), _host(straight), strict=True))
+    assert any((a != b).any() for a, b in zip(_host(new[0]), _host(params), strict=True))
+
+
+def test_an_update_that_overflows_says_so():
+    model = _model()
+    learner = _learner(model)
+    params = jax.tree.map(lambda x: x * 1e30, nnx.state(model))
+    batch, _ = make_batch(_samples(), TREES, micro_batch_size=2)
+    state, metrics, _ = learner.update(learner.init(params), batch)
+    assert metrics["skipped"] == 1 and not np.isfinite(metrics["grad_norm"]) and state.step == 1
+    assert all((a == b).all() for a, b in zip(_host(params), _host(state.params), strict=True))
+    _, metrics, _ = learner.update(learner.init(nnx.state(model)), batch)
+    assert metrics["skipped"] == 0

@@ -73,3 +73,32 @@ def test_trees_of_a_problem_stay_together():
     assert used.keys() == {(1, 1)}
     _, used = buffer.take(1)
     assert used.keys() == {(1, 0), (1, 2)}
+
+
+def test_what_another_config_kept_is_made_to_fit():
+    trees = {(1, t): tree(9, t, with_kl=t == 1) for t in range(2)}
+    samples = [sample((1, t), slot, reference) for t in range(2) for slot in (3, 4) for reference in (False, True)]
+
+    def adapted(**how):
+        buffer = Buffer()
+        buffer.add(samples, trees)
+        removed = buffer.adapt(**how)
+        kept, left = buffer.take(len(buffer))
+        assert removed + len(kept) == len(samples)
+        assert left.keys() == {s.tree for s in kept}
+        return [(s.tree[1], s.slot, s.lp_ref is not None) for s in kept], {
+            key[1]: left[key].kl is not None for key in left
+        }
+
+    # Lengths are 4 + 4 and 1 + 5 tokens.
+    everything = [(t, slot) for t in range(2) for slot in (3, 3, 4, 4)]
+    assert adapted(longest=8, reference=False, kl=False) == ([(*s, False) for s in everything], {0: False, 1: False})
+    assert adapted(longest=7, reference=False, kl=False) == (
+        [(t, 4, False) for t in (0, 0, 1, 1)],
+        {0: False, 1: False},
+    )
+    assert adapted(longest=8, reference=True, kl=False) == (
+        [(t, slot, True) for t in range(2) for slot in (3, 4)],
+        {0: False, 1: False},
+    )
+    assert adapted(longest=8, reference=True, kl=True) == ([(1, 3, True), (1, 4, True)], {1: True})

@@ -341,3 +341,28 @@ def test_a_full_disk_is_a_users_error(tmp_path):
     )
     assert done.returncode == 7, done.stderr
     assert "a checkpoint cannot be written" in done.stdout and "No space left on device" in done.stdout
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"[1]", b"\xff"])
+def test_a_damaged_score_is_no_damaged_checkpoint(tmp_path, caplog, damage):
+    options = dict(keep=2, keep_best=1, best_metric="x")
+    with Checkpointer(tmp_path, **options) as checkpointer:
+        for step, score in ((1, 3.0), (2, 2.0), (3, 1.0)):
+            checkpointer.save(step, {"x": jnp.ones(3)}, {}, score=score)
+    file = tmp_path / "checkpoints" / "2" / "metrics" / "metrics"
+    assert json.loads(file.read_text()) == {"x": 2.0}
+    file.write_bytes(damage)
+    with Checkpointer(tmp_path, best_metric="x", read_only=True) as checkpointer:
+        assert checkpointer.best() == 1 and checkpointer.latest(2) == (2, {})
+    assert file.read_bytes() == damage
+    with Checkpointer(tmp_path, **options) as checkpointer:
+        assert checkpointer.best() == 1 and checkpointer.latest(2) == (2, {})
+        checkpointer.save(4, {"x": jnp.ones(3)}, {})
+        checkpointer.save(5, {"x": jnp.ones(3)}, {}, score=0.0)
+    caplog.clear()
+    with Checkpointer(tmp_path, **options) as checkpointer:
+        assert checkpointer.best() == 1
+    assert not caplog.text
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"1", "4", "5"}
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.latest() == (5, {})

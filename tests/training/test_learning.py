@@ -184,6 +184,7 @@ def test_an_optimizer_in_host_memory_gives_the_same_bits(folder, tmp_path, lora)
         for step in (1, 2):
             write(agent, step)
             agent.update(setup.mesh)
+        agent.hand_over()
         kinds = lambda tree: {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.ndim}
         assert (kinds(agent.state.opt_state) == {"pinned_host"}) == (offload != "none")
         assert (kinds(agent.state.params) == {"pinned_host"}) == (offload == "all")

@@ -76,6 +76,7 @@ def learn(setup: Setup, agent, seed: int) -> None:
         written.append((key, slot, Completion(slot, rng.integers(0, 250, 9).astype(np.int32), tokens, lp, lp, "stop")))
     agent.remember(written, {key: TREE})
     agent.update(setup.mesh)
+    agent.hand_over()
 
 
 def members(setup: Setup, **options) -> dict:

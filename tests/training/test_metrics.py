@@ -1,13 +1,14 @@
 """metrics.jsonl and its mirror in TensorBoard."""
 
 import json
+import resource
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from mars2_jax.errors import DataError
+from mars2_jax.errors import DataError, StorageError
 from mars2_jax.training.metrics import MetricsWriter, read_metrics
 
 
@@ -102,3 +103,24 @@ def test_tensorboard_has_the_same_numbers(tmp_path):
         pass
     starts = [e.step for e in events_of(tmp_path) if e.session_log.status == SessionLog.START]
     assert starts[-1] == 2
+
+
+def test_a_full_disk_is_a_users_error(tmp_path):
+    """Whichever file meets it first, and in every call from then on: no traceback, and no waiting for a writer that is
+    gone."""
+    told = pytest.raises(StorageError, match=r"metrics.jsonl cannot be written \(File too large\)")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for names in (1, 30):  # the events are longer than the lines, or shorter
+        metrics = MetricsWriter(tmp_path / str(names))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
+        try:
+            with told:
+                for step in range(100):
+                    metrics.write(step, {f"name/{i}": float(i) for i in range(names)})
+            for step in range(100, 200):
+                with told:
+                    metrics.write(step, {"name/0": 1.0})
+            with told:
+                metrics.close()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

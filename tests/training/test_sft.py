@@ -1,9 +1,11 @@
 """Fine-tuning from the command down: what is learned, what is left behind, what a mistake is told."""
 
+import collections
 import io
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 
@@ -24,7 +26,7 @@ from mars2_jax.rollout.types import Request, SamplingParams
 from mars2_jax.search.writer import Attempt, Draft
 from mars2_jax.tasks.build import build
 from mars2_jax.tasks.sources import load as load_problems
-from mars2_jax.training import sft
+from mars2_jax.training import pairs, sft
 from mars2_jax.training.agent import make_prompter
 from mars2_jax.training.checkpoint import Checkpointer
 from mars2_jax.training.examples import ExampleSets, make_examples
@@ -454,7 +456,7 @@ def test_more_mistakes(folder, searched, tmp_path):
             run(config, tmp_path / "run")
     (tmp_path / "bad.jsonl").write_text(json.dumps({"step": 1, "problem": "double", "tree": 0, "nodes": [{}]}) + "\n")
     config = sft_config(folder, sources=(f"trees:{tmp_path / 'bad.jsonl'}",))
-    with pytest.raises(DataError, match="bad.jsonl:1: a node lacks the field 'slot'"):
+    with pytest.raises(DataError, match="bad.jsonl, line 1: a node lacks the field 'slot'"):
         run(config, tmp_path / "run")
     config = sft_config(folder)
     with pytest.raises(ConfigError, match="holds a training run: choose another"):
@@ -468,3 +470,70 @@ def test_training_does_not_care_how_it_was_fine_tuned(searched):
     config.sft.learning_rate = 1.0
     train(FrozenConfigDict(config), str(workdir), QUIET)
     assert as_json(config)["sft"]["learning_rate"] == 1.0
+
+
+def test_several_answers_to_one_question_are_held_out_together(folder):
+    """Of chats, and of problems that stand in the records, as of those in the problem set."""
+    config = sft_config(folder, held_out=0.5)
+    tokenizer = tokenizer_of(config)
+    chats = [{"prompt": f"Task {i}.", "response": PROGRAMS[j]} for j in range(3) for i in range(4)]
+    stated = [
+        {"statement": f"Return {i}.", "entry_point": "f", "public": [{"args": [1], "expected": i}], **more}
+        for i in range(4)
+        for more in (
+            {"program": f"def f(x):\n    return {i}"},
+            {"program": f"def f(x):\n    return {i} + 0", "parent": {"program": ""}},
+        )
+    ]
+    for records, each in ((chats, 3), (stated, 2)):
+        config.sft.sources = (write_pairs(folder / "several.jsonl", *records),)
+        sets, _ = examples(config)
+        asked = lambda part: [re.search(r"Task \d|Return \d", tokenizer.decode(p))[0] for p in part.prompts]
+        assert not set(asked(sets.learned)) & set(asked(sets.held_out))
+        assert set(collections.Counter(asked(sets.held_out)).values()) == {each} and len(sets.held_out) == 2 * each
+
+
+def test_parents_are_graded_once(folder, tmp_path, monkeypatch):
+    """A run that was stopped before an agent's first checkpoint goes on with the examples that it has; other pairs
+    make others."""
+    config = sft_config(folder, batch_size=2)
+    record = {"problem": "double", "program": "def f(x):\n    return 2 * x", "parent": {"program": "def f(x): pass"}}
+    path = tmp_path / "pairs.jsonl"
+    config.sft.sources = (write_pairs(path, record, EIGHT[0], EIGHT[1]),)
+    started, start_grader = [], pairs.start_grader
+    monkeypatch.setattr(pairs, "start_grader", lambda config: (started.append(1), start_grader(config))[1])
+    printed = run(config, tmp_path / "whole", agent=None)
+    assert len(started) == 1 and "ann: 3 pairs" in printed
+
+    stop_at(1, monkeypatch)
+    assert "stopped on request" in run(config, tmp_path / "run", agent=None)
+    assert len(started) == 2 and (tmp_path / "run" / "bob" / "examples.npz").exists()
+    assert "bob: 3 pairs" not in run(config, tmp_path / "run", agent=None)
+    assert len(started) == 2
+    for name in ("ann", "bob"):
+        assert_same_runs(tmp_path / "whole" / name, tmp_path / "run" / name)
+
+    shutil.rmtree(tmp_path / "run" / "bob" / "checkpoints")
+    write_pairs(path, record, *EIGHT)
+    assert "bob: 9 pairs" in run(config, tmp_path / "run", agent=None)
+    assert len(started) == 3
+    shutil.rmtree(tmp_path / "run" / "bob" / "checkpoints")
+    config.agents.bob.role = "Another."
+    assert "bob: 9 pairs" in run(config, tmp_path / "run", agent=None)
+    assert len(started) == 4
+
+
+def test_an_answer_in_which_a_model_spelled_the_end_of_a_turn_is_left_out(searched, tmp_path):
+    config, workdir, _, _ = searched
+    config = config.copy_and_resolve_references()
+    shutil.copytree(workdir / "trees", tmp_path / "trees")
+    config.sft.update(sources=(f"trees:{tmp_path}",), held_out=0.0)
+    before, _ = examples(config)
+    file = trees_path(tmp_path, 1)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    node = next(n for row in rows for n in row["nodes"] if n["verdict"] == "pass")
+    node["response"] += "<|im_end|>"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sets, line = examples(config)
+    assert "1 answers that hold a token that ends a turn" in line
+    assert len(before.learned) - 1 <= len(sets.learned) <= len(before.learned)

@@ -1,8 +1,11 @@
 import collections
+import errno
+import fcntl
 import io
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 from types import SimpleNamespace
@@ -20,14 +23,17 @@ from mars2_jax.grading.verdict import Grade, TestResult, Verdict
 from mars2_jax.models.files import open_checkpoint
 from mars2_jax.models.weights import load
 from mars2_jax.tasks.build import build
+from mars2_jax.training.agent import Agent
 from mars2_jax.training.checkpoint import Checkpointer
 from mars2_jax.training.evaluation import run_evaluation
 from mars2_jax.training.metrics import read_metrics
 from mars2_jax.training.records import check_graded
 from mars2_jax.training.resuming import check_resumable
+from mars2_jax.training.searching import StepSearch
 from mars2_jax.training.setup import Setup, claim
 from mars2_jax.training.trainer import train
 from mars2_jax.training.trees import read_trees, trees_path
+from mars2_jax.training.writer import EngineWriter
 from mars2_jax.validation import validate
 from tests.learning import reference
 from tests.training.dying import Moment, start, write_config
@@ -39,7 +45,8 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 def run(config: ConfigDict, workdir) -> str:
     validate(config)
     out = io.StringIO()
-    train(FrozenConfigDict(config), str(workdir), Console(file=out, width=120))
+    done = train(FrozenConfigDict(config), str(workdir), Console(file=out, width=120))
+    assert done == ("stopped on request" not in out.getvalue())
     return out.getvalue()
 
 
@@ -419,6 +426,18 @@ def test_one_run_at_a_time_and_only_where_it_can_write(finished, tmp_path):
         run(config, tmp_path / "file" / "run")
 
 
+def test_a_file_system_without_locks_is_no_other_run(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with (
+        pytest.raises(ConfigError, match=r"cannot be locked \(Function not implemented\).*mount"),
+        claim(str(tmp_path)),
+    ):
+        pass
+
+
 def test_a_checkpoint_is_evaluated_with_its_own_agents_only(finished):
     config = finished[0].copy_and_resolve_references()
     config.agents.ann.role = "Someone else."
@@ -571,3 +590,95 @@ def test_other_ways_to_learn_resume_with_the_same_bits(folder, tmp_path):
     kept = np.concatenate([state[f"{agent}/kl"] for agent in config(2).agents])
     nodes = [n for t in read_trees(trees_path(tmp_path / "straight", 2)) for n in t["nodes"] if n["shaped"] is not None]
     assert np.any(kept) or any(n["shaped"] != n["reward"] for n in nodes)
+
+
+def test_what_waits_in_a_buffer_fits_the_config_that_goes_on(folder, tmp_path):
+    """Nodes that were kept without what the loss now asks for, too long for it now, or in larger trees."""
+    config = tiny_config(folder)
+    config.learning.update(train_batch_size=10, micro_batch_size=5, kl_coef=0.0)
+    config.training.update(steps=1, evaluate=False)
+    run(config, tmp_path)
+    waiting = len(final_state(tmp_path)["ann/slot"]) + len(final_state(tmp_path)["bob/slot"])
+    assert waiting
+    config.learning.update(kl_coef=0.1, kl_in="reward")
+    config.training.update(steps=2, may_change=("learning", "search.nodes", "rollout"))
+    printed = run(config, tmp_path)
+    assert sum(int(n) for n in re.findall(r"(\d+) nodes that wait for", printed)) == waiting
+    config.learning.update(kl_in="loss")
+    config.search.nodes = 4
+    config.training.steps = 3
+    assert "nodes that wait" not in run(config, tmp_path)
+    config.rollout.max_prompt_tokens = 250
+    config.training.steps = 4
+    run(config, tmp_path)
+
+
+def test_engines_get_new_weights_once_a_step(folder, tmp_path, monkeypatch):
+    """However many updates it has; they are cast, quantized and moved for it."""
+    config = tiny_config(folder)
+    config.training.update(steps=2, evaluate=False)
+    handed, hand_over = [], Agent.hand_over
+    monkeypatch.setattr(Agent, "hand_over", lambda agent: (handed.append(agent.name), hand_over(agent)))
+    run(config, tmp_path)
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    for name in ("ann", "bob"):
+        assert rows[-1][f"agent/{name}/updates"] > 2
+        # With the first weights, and after each step.
+        assert handed.count(name) == 3
+
+
+def test_a_damaged_file_of_trees_does_not_fail_a_finished_run(finished, tmp_path, caplog):
+    config, workdir, _ = finished
+    shutil.copytree(workdir, tmp_path / "run")
+    trees_path(tmp_path / "run", 1).write_text("half a")
+    assert "step 2, problem" in run(config, tmp_path / "run")
+    assert "showing no tree of step 1" in caplog.text
+
+
+def test_the_rate_of_decoding_is_of_what_was_decoded(finished, tmp_path, monkeypatch):
+    """Not of what a suspended search had before: here all of ann's nodes, and nearly all of bob's."""
+    config, workdir, _ = finished
+    shutil.copytree(workdir, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "2")
+    stepped, step = [], EngineWriter.step
+
+    def step_and_stop(writer):
+        drafts = step(writer)
+        stepped.append((writer.name, writer.seconds, sum(d.tokens for d in drafts)))
+        return drafts
+
+    wait, count = Grader.wait, 0
+
+    def wait_and_stop(self, ticket):
+        nonlocal count
+        count += 1
+        if count == 10 + stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return wait(self, ticket)
+
+    monkeypatch.setattr(Grader, "wait", wait_and_stop)
+    stop_at = 20
+    assert "stopped on request" in run(config, tmp_path / "run")
+    stop_at, count = 10**9, 0
+    monkeypatch.setattr(EngineWriter, "step", step_and_stop)
+    config = config.copy_and_resolve_references()
+    config.training.evaluate = False
+    run(config, tmp_path / "run")
+    row = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+    for name in ("ann", "bob"):
+        tokens = sum(t for n, _, t in stepped if n == name)
+        rate = row.get(f"agent/{name}/tokens_per_second")
+        assert (rate is None) == (tokens == 0)
+        assert row[f"agent/{name}/tokens"] > tokens
+        if rate is not None:
+            # What of a response was there before is not counted either.
+            seconds = max(s for n, s, _ in stepped if n == name)
+            assert rate <= tokens / seconds * (1 + 1e-6)
+
+
+def test_the_rate_of_several_processes_is_of_all_over_the_longest():
+    spent = np.asarray([[[0.0, 0], [2.0, 10]], [[4.0, 30], [1.0, 50]]])
+    found = StepSearch(None, {}, [], {}, 1, spent)
+    assert found.tokens_per_second({0}) == 30 / 4.0
+    assert found.tokens_per_second({0, 1}) == 90 / 5.0
+    assert StepSearch(None, {}, [], {}, 1, 0 * spent).tokens_per_second({1}) is None

@@ -77,3 +77,23 @@ def test_reading_errors_name_file_and_line(tmp_path):
         read_trees(path)
     with pytest.raises(DataError, match="does not exist"):
         read_trees(tmp_path / "trees" / "step_000009.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (tree(problem=["a"]), "line 1: the tree has \\['a'\\] for 'problem'"),
+        (tree(nodes={}), "line 1: the tree has {} for 'nodes'"),
+        (tree(nodes=[[]]), "line 1: a node is no object"),
+        (tree(nodes=[{"slot": 1}]), "line 1: a node lacks the field 'parent'"),
+        (tree(nodes=[node(1, 0, program=None)]), "line 1: a node has None for 'program'"),
+        (tree(nodes=[node(1, [])]), "line 1: a node has \\[\\] for 'parent'"),
+    ],
+)
+def test_what_no_run_wrote_is_told(tmp_path, row, message):
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(DataError, match=message):
+        read_trees(path)
+    with pytest.raises(DataError, match="cannot be read"):
+        read_trees(tmp_path)
