@@ -74,7 +74,6 @@ class Problem:
       source: name of the problem set.
       difficulty: "easy", "medium", "hard" or "" where the source does not say.
       reference: a solution known to be right, or None. Never shown to a model.
-      compare: how a result is held against what is expected; the grader knows the names.
     """
 
     id: str

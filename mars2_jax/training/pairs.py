@@ -6,7 +6,6 @@ import collections
 import functools
 import hashlib
 import pathlib
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -73,7 +72,8 @@ class PairSources:
     def _survey(self) -> tuple[str, dict[tuple[str, str], Problem]]:
         digest, refined = hashlib.sha256(), {}
         for pair in self:
-            digest.update(pickle.dumps(pair))
+            # By value: what is pickled also tells which parts are one object.
+            digest.update(repr(pair).encode(errors="surrogatepass"))
             if pair.problem is not None and pair.problem.public and (pair.parent or "").strip():
                 refined[pair.problem.id, pair.parent or ""] = pair.problem
         return digest.hexdigest(), refined
