@@ -35,8 +35,9 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            raise ValueError(f"stop is a tuple of strings, such as ({self.stop!r},), not a string")
+        stop: object = self.stop  # whatever its declared type
+        if isinstance(stop, str):
+            raise ValueError(f"stop is a tuple of strings, such as ({stop!r},), not a string")
         drawn = 0 <= self.temperature < math.inf
         if not (drawn and 0 <= self.top_k < 2**31 and 0 < self.top_p <= 1 and 0 <= self.min_p < 1):
             raise ValueError(f"sampling parameters out of range: {self}")
