@@ -98,6 +98,9 @@ def _check_endpoint(name: str, config: ConfigDict, defaults: ConfigDict) -> None
     if parts.username is not None or parts.password is not None:
         # Not shown: it would be in the log then.
         raise ConfigError(f"{key}.base_url holds a user name or a password: keys go into {key}.api_key_env")
+    if (base := url.rstrip("/")).endswith("/completions"):
+        base = base.removesuffix("/completions").removesuffix("/chat")
+        raise ConfigError(f"{key}.base_url is {url!r}; leave out what follows {base!r}: it is added")
     if not agent.endpoint.model:
         raise ConfigError(f"{key}.model is empty: give the name that the server has for the model")
     if not re.fullmatch(r"([A-Za-z_][A-Za-z0-9_]*)?", agent.endpoint.api_key_env):

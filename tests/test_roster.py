@@ -63,6 +63,7 @@ SERVED = "but config.agents.eve.endpoint.base_url says that its model is served 
         ("agents.eve.endpoint.base_url", "http://x:y/v1", "it must be like http"),
         ("agents.eve.endpoint.base_url", "http://:8000/v1", "it must be like http"),
         ("agents.eve.endpoint.base_url", "https://x/v1?key=1", "it must be like http"),
+        ("agents.eve.endpoint.base_url", "http://x/v1/chat/completions", "leave out what follows 'http://x/v1': it is"),
         ("agents.eve.endpoint.timeout", 0.0, "above 0"),
         ("agents.eve.endpoint.max_retries", -1, "at least 0"),
         ("agents.eve.endpoint.concurrency", 0, "at least 1"),

@@ -14,6 +14,7 @@ import importlib.util
 import logging
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
@@ -112,6 +113,7 @@ class Endpoint:
                 api_key=self._secret or "none",
                 timeout=openai.Timeout(self._config.timeout, connect=min(self._config.timeout, _LONGEST_CONNECT)),
                 max_retries=self._config.max_retries,
+                http_client=_patient_client(),
             )
         except Exception as error:  # of several packages, for addresses, proxies and certificates
             raise ConfigError(
@@ -220,7 +222,7 @@ class Endpoint:
         message = getattr(choice, "message", None)
         text = getattr(message, "content", None)
         if message is None or not isinstance(text, str | None):
-            raise self._is_no_completion(str(completion))
+            raise self._is_no_completion(_as_sent(completion))
         usage = getattr(completion, "usage", None)
         count = lambda name: value if isinstance(value := getattr(usage, name, None), int) else 0
         self.prompt_tokens += count("prompt_tokens")
@@ -236,6 +238,8 @@ class Endpoint:
         match error:
             case openai.APIConnectionError() if _is_unanswered(error):
                 said = f"no answer from {url} in {self._config.timeout:g} s {times}: raise {self._key}.timeout"
+            case openai.APIConnectionError() if _is_broken_off(error):
+                said = f"{url} broke off {times} ({self._shown(_root(error))}): see what its log says"
             case openai.APIConnectionError():
                 said = f"no connection to {url} ({self._shown(_root(error))}): is {self._key}.base_url right, and up?"
             case openai.AuthenticationError() | openai.PermissionDeniedError():
@@ -257,7 +261,10 @@ class Endpoint:
             case openai.InternalServerError():
                 said = f"{url} fails {times} ({self._told(error)}): see what its log says"
             case openai.APIStatusError():
-                said = f"{url} refuses the request ({self._told(error)})"
+                said = (
+                    f"{url} refuses the request ({self._told(error)}): change what is asked for, "
+                    f"{self._key}.token_limit or the sampling in config.rollout and config.eval"
+                )
             case _:
                 return self._is_no_completion(str(error))
         return EndpointError(f"{who}: {said}")
@@ -297,6 +304,41 @@ def _is_unanswered(error: openai.APIConnectionError) -> bool:
     import openai
 
     return isinstance(error, openai.APITimeoutError) and "Connect" not in type(error.__cause__).__name__
+
+
+def _is_broken_off(error: openai.APIConnectionError) -> bool:
+    """Whether there was a connection, but the server closed it before its answer was whole."""
+    return type(error.__cause__).__name__ in ("ReadError", "WriteError", "RemoteProtocolError")
+
+
+def _as_sent(completion: Any) -> str:
+    """An answer that is no completion as the server wrote it: the package's own words for it list all that it lacks."""
+    return (
+        completion.model_dump_json(exclude_unset=True, warnings=False)
+        if hasattr(completion, "model_dump_json")
+        else str(completion)
+    )
+
+
+def _patient_client() -> Any:
+    """The package's own HTTP client, but a try as a whole takes no longer than the timeout. Otherwise that bounds the
+    time between two bytes, and some servers send blanks while a request waits in their queue."""
+    import anyio
+    import openai
+
+    base: Any = openai.DefaultAsyncHttpxClient
+    # That of httpx or httpx2, whichever this version of the package is built on: it sends again after no other.
+    late = next(sys.modules[c.__module__] for c in base.__mro__ if hasattr(sys.modules[c.__module__], "ReadTimeout"))
+
+    class Client(base):
+        async def send(self, request: Any, **options: Any) -> Any:
+            try:
+                with anyio.fail_after(request.extensions["timeout"]["read"]):
+                    return await super().send(request, **options)
+            except TimeoutError as error:
+                raise late.ReadTimeout("the answer is not whole", request=request) from error
+
+    return Client()
 
 
 def _root(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
 import numpy as np
@@ -34,7 +35,11 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not (self.temperature >= 0 and 0 <= self.top_k < 2**31 and 0 < self.top_p <= 1 and 0 <= self.min_p < 1):
+        stop: object = self.stop  # whatever its declared type
+        if isinstance(stop, str):
+            raise ValueError(f"stop is a tuple of strings, such as ({stop!r},), not a string")
+        drawn = 0 <= self.temperature < math.inf
+        if not (drawn and 0 <= self.top_k < 2**31 and 0 < self.top_p <= 1 and 0 <= self.min_p < 1):
             raise ValueError(f"sampling parameters out of range: {self}")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, is {self.max_new_tokens}")

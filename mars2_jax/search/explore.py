@@ -140,8 +140,7 @@ def explore(
         capacity share their compiled programs, whatever their numbers of trees.
       reward: what a grade earns, "all" or "fraction" (see `mars2_jax.grading.verdict.reward`).
       reward_tests: the tests that pay, "all" or "public". All tests are run in either case.
-      progress: called with (nodes finished, nodes wanted) whenever verdicts were used. Trees that end early lower the
-        second.
+      progress: called once a tick with (nodes finished, nodes wanted). Trees that end early lower the second.
       saved: a suspended search to go on with; all other arguments as they were then.
       suspend: asked once a tick; when it says True, the search ends with `Suspended`, and the writers are empty.
 
@@ -162,9 +161,9 @@ def explore(
         if suspend is not None and suspend():
             raise Suspended(search.suspend())
         search.decode()
-        used = search.use_verdicts()
+        search.use_verdicts()
         search.expand()
-        if used and progress is not None:
+        if progress is not None:
             progress(search.finished, search.wanted)
     return search.result()
 
@@ -291,13 +290,13 @@ class _Search:
         ticket = self._grader.submit(node.draft.program, self._problems[node.tree])
         self._awaited.append(_Awaited(self._tick + node.ticks, node, ticket))
 
-    def use_verdicts(self) -> bool:
-        """Uses the verdicts that are due, waiting for them; the oldest ones where no writer has work. True if any."""
+    def use_verdicts(self) -> None:
+        """Uses the verdicts that are due, waiting for them; the oldest ones where no writer has work."""
         dry = not any(writer.pending for writer in self._writers)
         if not self._awaited:
             if dry and self._open:
                 raise RuntimeError(f"writers have nothing pending, but did not return tickets {sorted(self._open)}")
-            return False
+            return
         due = max(self._tick - 1, self._awaited[0].due if dry else 0)
         # Rounds of at most one node a tree, each one call of `_settle`.
         rounds: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
@@ -322,7 +321,6 @@ class _Search:
         with self._timed("selecting"):
             for settled in rounds:
                 self._forest = _settle(self._forest, *settled)
-        return bool(rounds)
 
     def result(self) -> Exploration:
         return Exploration(self._trees(), self._attempts, self._problems, self._seconds, self._origin)

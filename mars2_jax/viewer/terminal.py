@@ -85,7 +85,8 @@ class Progress:
       done: steps that an earlier run did.
       console: where to draw; stdout by default.
       unit: what a step is called.
-      seconds: where stdout is no terminal, the least time between two lines about one phase.
+      seconds: where stdout is no terminal, the least time between two lines about one phase; four times that where
+        nothing got done in between, so that a long wait can be told from a run that hangs.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Progress:
         self._steps, self._done, self._seconds = steps, done, seconds
         self._phase, self._total, self._count, self._note = "", 0, 0, ""
         self._phase_started = self._last_line = 0.0
+        self._told = 0  # the count in the last line
         self._bars: Bars | None = None
         self._step_bar = self._phase_bar = TaskID(0)
         if self._console.is_terminal:
@@ -117,29 +119,35 @@ class Progress:
     def phase(self, name: str, total: int) -> None:
         """Begins a phase of the current step, such as "search", of `total` pieces of work."""
         self._finish_phase()
-        self._phase, self._total, self._count, self._note = name, total, 0, ""
+        self._phase, self._total, self._count, self._note, self._told = name, total, 0, "", 0
         self._phase_started = self._last_line = time.monotonic()
         if self._bars is not None:
             self._phase_bar = self._bars.add_task(name, total=total, note="")
 
     def counter(self, name: str, total: int) -> Callable[[int, int], None]:
-        """Begins a phase and returns what to call with (done, total) as its work gets done."""
+        """Begins a phase and returns what to call with (done, total) as its work gets done; the total may change."""
         self.phase(name, total)
 
         def count(done: int, total: int) -> None:
-            del total
-            self.advance(done - self._count)
+            if total != self._total:
+                self._total = total
+                if self._bars is not None:
+                    self._bars.update(self._phase_bar, total=total)
+            self.advance(done - self._count, self._note)
 
         return count
 
     def advance(self, count: int = 1, note: str = "") -> None:
-        """Tells that `count` more pieces of the phase are done; `note` is shown beside the bar."""
+        """Tells that `count` more pieces of the phase are done, or, with 0, that it goes on; `note` is shown beside the
+        bar."""
         self._count += count
         self._note = note
         if self._bars is not None:
             self._bars.update(self._phase_bar, advance=count, note=note)
-        elif self._count < self._total and time.monotonic() - self._last_line >= self._seconds:
-            self._last_line = time.monotonic()
+            return
+        patience = self._seconds if self._count != self._told else 4 * self._seconds
+        if self._count < self._total and time.monotonic() - self._last_line >= patience:
+            self._last_line, self._told = time.monotonic(), self._count
             self._line()
 
     def finish_step(self, summary: str = "") -> None:

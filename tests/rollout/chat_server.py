@@ -22,6 +22,8 @@ class Answer:
     headers: dict[str, str] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
     drop: bool = False
+    blanks: bool = False
+    """Before the body, which never comes: a blank now and then, as some servers send while a request waits."""
 
 
 def said(text: str | None, finish: str = "stop", tokens: int | None = 7) -> Answer:
@@ -96,6 +98,15 @@ class ChatServer:
             def reply(self, answer: Answer):
                 if answer.drop:
                     self.close_connection = True
+                    return
+                if answer.blanks:
+                    self.send_response(200)
+                    self.send_header("Content-Type", "application/json")
+                    self.end_headers()
+                    self.close_connection = True
+                    with contextlib.suppress(OSError):  # the client has gone
+                        while not closing.wait(0.05):
+                            self.wfile.write(b" ")
                     return
                 text = answer.body if isinstance(answer.body, str) else json.dumps(answer.body)
                 data = text.encode()

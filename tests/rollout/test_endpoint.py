@@ -112,7 +112,7 @@ def test_the_pause_that_the_server_asks_for():
         (failed(401, f"Wrong key: {SECRET}."), 1, r"refuses the key in \$A_KEY .status 401: Wrong key: \*\*\*"),
         (failed(403, "Not yours."), 1, r"refuses the key in \$A_KEY .status 403: Not yours.*endpoint.api_key_env"),
         (failed(404, "The model `m` does not exist."), 1, "knows no model 'm'.*does not exist.*endpoint.model"),
-        (failed(400, "Invalid 'stop': array too long."), 1, r"refuses the request \(status 400: Invalid 'stop': array"),
+        (failed(400, "Invalid 'stop': array too long."), 1, r"\(status 400: Invalid 'stop'.*config.rollout and"),
         (failed(429, "quota"), 3, r"takes no more requests after 3 tries \(status 429: quota.*endpoint.concurrency"),
         (failed(500, "oops"), 3, r"fails after 3 tries \(status 500: oops"),
         (Answer("{not json"), 1, "no chat completion .*base_url is right"),
@@ -122,12 +122,14 @@ def test_the_pause_that_the_server_asks_for():
         (Answer([1, 2]), 1, "no chat completion"),
         (Answer(None), 1, "no chat completion"),
         (Answer({"choices": [{"message": {"content": 5}}]}), 1, "no chat completion"),
-        (Answer(drop=True), 3, "no connection to .*endpoint.base_url"),
+        (Answer({"error": {"message": "busy"}}), 1, r'no chat completion .{"error":{"message":"busy"}}\)'),
+        (Answer(drop=True), 3, "/v1 broke off after 3 tries .*without sending a response.*: see what its log says"),
+        (Answer(blanks=True), 3, "no answer from .* in 0.2 s after 3 tries: raise .*endpoint.timeout"),
         (Answer({}, seconds=5), 3, "no answer from .* in 0.2 s after 3 tries: raise .*endpoint.timeout"),
     ],
 )  # fmt: skip
 def test_failures_are_told_in_one_line(answer, times, message):
-    timeout = 0.2 if answer.seconds else 20.0
+    timeout = 0.2 if answer.seconds or answer.blanks else 20.0
     with serving(answer) as server, pytest.raises(EndpointError, match=message) as caught:
         ask(server, api_key_env="A_KEY", max_retries=2, timeout=timeout)
     assert len(server.asked) == times

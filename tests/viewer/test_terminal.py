@@ -96,3 +96,18 @@ def test_progress_of_a_resumed_run_counts_on():
         progress.phase("search", total=1)
         progress.finish_step()
     assert console.file.getvalue() == "step 4/5: search 0/1, 0 s\n"
+
+
+def test_a_wait_is_shown_and_a_total_may_shrink(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("mars2_jax.viewer.terminal.time.monotonic", lambda: now[0])
+    console = Console(file=io.StringIO(), width=40, force_terminal=False)
+    with Progress(1, console=console, seconds=15) as progress:
+        count = progress.counter("search", 8)
+        for now[0], done, total in ((10, 1, 8), (20, 1, 8), (50, 1, 8), (81, 1, 8), (90, 5, 5)):
+            count(done, total)
+    assert console.file.getvalue().splitlines() == [
+        "step 1/1: search 1/8, 20 s",
+        "step 1/1: search 1/8, 81 s",
+        "step 1/1: search 5/5, 90 s",
+    ]
