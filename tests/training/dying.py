@@ -79,6 +79,7 @@ class Death:
 
         def call(this: Any, *args: Any, **kwargs: Any) -> None:
             self.checkpointer = this
+            this.wait()  # or the checkpoint before, on a slow machine, would be taken for this one
             self.saves += 1
             save(this, *args, **kwargs)
             if here() and self.moment.count < 2:
