@@ -51,6 +51,7 @@ def evaluate(
     progress: Progress,
     *,
     suspend: Callable[[], bool] | None = None,
+    tell: Callable[[str, float], None] | None = None,
 ) -> dict[str, float]:
     """Scores of every agent and of the team.
 
@@ -58,6 +59,7 @@ def evaluate(
 
     Args:
       suspend: asked again and again; when it says True, the evaluation ends with `search.explore.Suspended`.
+      tell: called with the name and the score of each agent as soon as it is known: what comes after may fail.
 
     Returns:
       `eval/<set>/<agent>/pass@1` of each agent, and `eval/<set>/pass@1_mcts` and `eval/<set>/pass@n` of the team's
@@ -83,6 +85,8 @@ def evaluate(
             suspend=suspend,
         )
         scores[names[index]] = result.values["pass@1"]
+        if tell is not None:
+            tell(names[index], scores[names[index]])
     scores = {name: scores[name] for name in names}
     if searchable(config, problems):
         nodes = config.eval.search_nodes
@@ -146,7 +150,14 @@ def run_evaluation(
                 stack.enter_context(member)
         made = _load_checkpoint(team, checkpointer, chosen) if checkpointer is not None else 0
         with Progress(1, console=console) as progress:
-            scores = evaluate(config, team, problems, grader, progress)
+            scores = evaluate(
+                config,
+                team,
+                problems,
+                grader,
+                progress,
+                tell=lambda name, score: console.print(f"{_short(name)}: {score:.3f}", highlight=False),
+            )
     for member in team:
         if isinstance(member, EndpointAgent):
             console.print(f"{member.name}: {member.endpoint.usage()}", highlight=False)
@@ -156,9 +167,14 @@ def run_evaluation(
     table = Table("")
     table.add_column("score", justify="right")
     for name, value in scores.items():
-        table.add_row(name.split("/", 2)[2], f"{value:.3f}")
+        table.add_row(_short(name), f"{value:.3f}")
     console.print(table)
     return scores
+
+
+def _short(name: str) -> str:
+    """A score's name without `eval` and the problem set."""
+    return name.split("/", 2)[2]
 
 
 def _check_made_by(config: FrozenConfigDict, checkpointer: Checkpointer, workdir: str, step: int | None) -> None:

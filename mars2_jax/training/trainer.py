@@ -131,9 +131,10 @@ def train(
 class Trainer:
     """One run. Made by `train`; the pieces it is given are open and checked.
 
-    Metrics `agent/<name>/...` count nodes, tokens and rewards of every member of the team. Those with weights have the
-    rest: `tokens_per_second` of all that their engine decoded in the step, and, where they learn, losses, updates and
-    the buffer, of nodes by all that play with their weights.
+    Metrics `agent/<name>/...` count nodes, tokens and rewards of every member of the team, and `truncated`, the share
+    of its responses that the budget cut off. Those with weights have the rest: `tokens_per_second` of all that their
+    engine decoded in the step, and, where they learn, losses, updates and the buffer, of nodes by all that play with
+    their weights.
     """
 
     def __init__(
@@ -265,6 +266,7 @@ class Trainer:
             values |= {f"{prefix}/nodes": len(written), f"{prefix}/tokens": _tokens(written)}
             if written:
                 values[f"{prefix}/reward_mean"] = float(np.mean([trees[key].reward[slot] for key, slot, _ in written]))
+                values[f"{prefix}/truncated"] = float(np.mean([c.finish == "length" for _, _, c in written]))
         advance = progress.counter("learn", len(self.learners))
         for agent, voices in self._voices():
             prefix = f"agent/{agent.name}"

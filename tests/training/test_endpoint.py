@@ -234,6 +234,14 @@ def test_a_wrong_model_shows_before_any_agent_here_has_worked(folder, monkeypatc
         evaluate(team(folder, server.url))
 
 
+def test_what_was_scored_before_a_failure_is_told(folder):
+    out = io.StringIO()
+    fails_later = lambda asked, number: solver(asked, number) if number <= 3 else failed(401, "Gone.")
+    with serving(fails_later) as server, pytest.raises(EndpointError, match="agent 'eve'"):
+        evaluate(team(folder, server.url), Console(file=out, width=120))
+    assert "eve/pass@1: 1.000\n" in out.getvalue() and "ann/pass@1: 0." in out.getvalue()
+
+
 def test_it_is_not_trained_nor_exported(folder, tmp_path):
     config = team(folder, "http://127.0.0.1:9/v1")
     with pytest.raises(ConfigError, match="agent 'eve' is not trainable: config.agents.eve.endpoint.base_url"):

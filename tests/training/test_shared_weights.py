@@ -65,12 +65,15 @@ def test_both_play_and_the_owner_learns_from_both(finished):
             assert row[f"agent/{name}/nodes"] == len(mine) > 0
             assert row[f"agent/{name}/tokens"] == sum(n["tokens"] for n in mine)
             assert row[f"agent/{name}/reward_mean"] == pytest.approx(sum(n["reward"] for n in mine) / len(mine))
+            # A response that ends before its budget is not cut off.
+            full = sum(n["tokens"] == config.rollout.max_new_tokens for n in mine)
+            assert row[f"agent/{name}/truncated"] == pytest.approx(full / len(mine))
         written += row["agent/ann/nodes"] + row["agent/zoe/nodes"]
         batch = config.learning.train_batch_size
         assert row["agent/ann/updates"] == written // batch and row["agent/ann/buffer"] == written % batch
         assert row["agent/ann/logprob_gap"] < 1e-4
         assert {name for name in row if name.startswith("agent/zoe/")} == {
-            f"agent/zoe/{name}" for name in ("nodes", "tokens", "reward_mean")
+            f"agent/zoe/{name}" for name in ("nodes", "tokens", "reward_mean", "truncated")
         }
         assert {"agent/ann/tokens_per_second", "agent/ben/tokens_per_second"} <= row.keys()
         used = {n["agent"] for n in nodes if n["advantage"] is not None}
