@@ -203,7 +203,7 @@ def _check_search(config: ConfigDict) -> None:
         several = {"grpo": "flat_multi", "rs2": "mars2"}[strategy]
         raise ConfigError(
             f"config.search.strategy is {strategy!r}, which has one agent, but config.agents has {agents}: "
-            f"use {several!r} or leave one agent"
+            f"use {several!r} or leave one agent in config.agents"
         )
     flat, blind = strategy in ("grpo", "flat_multi"), strategy in ("best_first", "round_robin")
     defaults = default_config().search

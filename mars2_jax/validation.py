@@ -115,7 +115,7 @@ RANGES: dict[str, tuple[str, float | None, float | None, str]] = {
     "sft.checkpoint_every": ("[", 1, None, ")"),
     "eval.limit": ("[", 0, None, ")"),
     "eval.public_tests": ("[", 0, None, ")"),
-    "eval.temperature": ("[", 0, None, ")"),
+    "eval.temperature": ("[", 0, 1000, "]"),
     "eval.max_prompt_tokens": ("[", 0, None, ")"),
     "eval.max_new_tokens": ("[", 0, None, ")"),
     "eval.search_nodes": ("[", 0, 2**20, "]"),
