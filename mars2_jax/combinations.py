@@ -106,6 +106,11 @@ def _check_learning(config: ConfigDict) -> None:
             f"config.learning.overlong_buffer is {learning.overlong_buffer}; with overlong_factor above 0 it must be "
             f"between 1 and config.rollout.max_new_tokens, which is {config.rollout.max_new_tokens}"
         )
+    if not learning.overlong_factor:
+        _check_unread("learning", learning, defaults, "overlong_buffer", "overlong_factor is 0")
+    if learning.tis == "off":
+        for key in ("tis_cap", "tis_mode"):
+            _check_unread("learning", learning, defaults, key, "tis is 'off'")
     if learning.tis == "off" and learning.tis_veto > 0:
         raise ConfigError(
             f"config.learning.tis_veto is {learning.tis_veto}, but config.learning.tis is 'off'; set tis to use it"

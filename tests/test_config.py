@@ -202,6 +202,32 @@ def test_options_of_the_optimizer_that_nothing_reads_are_refused(changes, messag
             validate(config)
 
 
+def test_options_of_a_correction_or_a_penalty_that_is_off_are_refused():
+    for changes, message in (
+        ({"tis_cap": 5.0}, "tis_cap is 5.0, but tis is 'off': leave it at 2.0"),
+        ({"tis_mode": "mask"}, "tis_mode is 'mask', but tis is 'off'"),
+        ({"overlong_buffer": 8}, "overlong_buffer is 8, but overlong_factor is 0: leave it at 0"),
+    ):
+        config = good_config()
+        config.learning.update(changes)
+        with pytest.raises(ConfigError, match=f"config.learning.{message}"):
+            validate(config)
+        config.learning.update(tis="token", overlong_factor=1.0, overlong_buffer=8)
+        validate(config)
+
+
+def test_what_the_best_checkpoints_go_by_has_checkpoints():
+    config = good_config()
+    best = dict(keep_best=1, best_metric="eval/starter/pass@n")
+    config.training.update(evaluate_every=10, checkpoint_every=5, **best)
+    validate(config)
+    config.training.update(checkpoint_every=4)
+    with pytest.raises(
+        ConfigError, match="every 10 steps .evaluate_every., but checkpoint_every is 4: .* a multiple of"
+    ):
+        validate(config)
+
+
 def test_adapters_that_change_nothing_are_refused():
     config = good_config()
     config.agents.coder.model.lora.update(rank=8, targets=())

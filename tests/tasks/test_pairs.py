@@ -57,7 +57,9 @@ def test_every_kind_of_record(tmp_path, record, expected):
     for name, value in expected.items():
         assert getattr(pair, name) == value, name
     assert pair.place == f"{tmp_path / 'pairs.jsonl'}:1" and pair.author == ""
-    assert pair.subject == ("double" if "problem" in record else pair.place)
+    # What is asked, wherever it stands.
+    assert pair.subject == only(tmp_path / "elsewhere.jsonl", record).subject
+    assert ("problem" in record) == (DOUBLE.statement in pair.subject)
 
 
 def test_a_problem_that_the_record_states(tmp_path):

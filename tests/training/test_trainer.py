@@ -315,6 +315,16 @@ def test_a_best_metric_that_is_not_measured_is_named(folder, tmp_path):
         run(config, tmp_path / "other")
 
 
+def test_a_best_metric_may_come_late(folder, tmp_path):
+    """Of an agent whose buffer is not full after the first step, or who does not write in every one."""
+    config = tiny_config(folder)
+    config.learning.train_batch_size = 40
+    config.training.update(steps=1, evaluate=False, keep_best=1, best_metric="agent/ann/entropy")
+    run(config, tmp_path)
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert "agent/ann/entropy" not in row
+
+
 def test_keys_that_may_change_change(finished, tmp_path, caplog):
     config, workdir, _ = finished
     shutil.copytree(workdir, tmp_path / "run")
