@@ -200,7 +200,8 @@ def _check_override(key: str, value: str | None) -> None:
             written = None
         if not isinstance(written, tuple | list):
             raise ConfigError(
-                f"""config.{key} is a tuple of strings: write it as in Python, --config.{key}='("a", "b")'"""
+                f"config.{key} is a tuple of strings: write it as in Python, with a comma also after a single one: "
+                f"""--config.{key}='("a",)'"""
             )
 
 
@@ -222,8 +223,12 @@ def _explain(error: BaseException, config_file: Path | None) -> str | None:
         return str(error)
     # Every key was checked to exist; what is left is the name of an agent that this config does not have.
     in_config_dict = traceback.extract_tb(error.__traceback__)[-1].filename.endswith("config_dict.py")
-    if isinstance(error, KeyError | AttributeError) and in_config_dict and (name := re.search(r"'(\w+)'", str(error))):
-        return f"config.agents.{name[1]} is not an agent of this config"
+    told = str(error)  # quoted once more where ml_collections adds the nearest name
+    if isinstance(error, KeyError | AttributeError) and in_config_dict and (name := re.search(r"'(\w+)\\?'", told)):
+        near = re.search(r'Did you mean "(\w+)"', told)
+        return f"config.agents.{name[1]} is not an agent of this config" + (
+            f"; did you mean {near[1]}?" if near else ""
+        )
     return None
 
 

@@ -110,6 +110,14 @@ def test_values_from_file_variant_and_command_line(files):
         (["--config=config.py", "--config.search=3"], "config.search must be a group of keys, is '3'"),
         (["--config=config.py", "--config.search.nodes=0"], "config.search.nodes is 0; it must be at least 1"),
         (
+            ["--config=config.py", "--config.agents.codr.role=x"],
+            "config.agents.codr is not an agent of this config; did you mean coder?",
+        ),
+        (
+            ["--config=config.py", "--config.agents.codr.model.path=x"],
+            "config.agents.codr is not an agent of this config; did you mean coder?",
+        ),
+        (
             ["--config=config.py", "--config.agents.critic.role=x"],
             "config.agents.critic is not an agent of this config",
         ),

@@ -45,6 +45,7 @@ def make_pair_batch(
     longest: int | None = None,
     pack_tokens: int = 0,
     share_prompts: bool = False,
+    room: int = 0,
 ) -> PairBatch:
     """The batch of some pairs for one update (NumPy arrays).
 
@@ -55,11 +56,12 @@ def make_pair_batch(
       longest: see `make_rows`.
       pack_tokens: tokens of a row into which several pairs are packed; 0: a row each.
       share_prompts: equal prompts of a packed row stand in it once.
+      room: pairs that there is room for, at least: a batch of fewer has the shape of one of so many.
 
     Raises:
       ValueError: no pairs, an empty prompt or response, or a pair longer than `longest` or than a packed row.
     """
-    micro = most = -(-len(prompts) // micro_batch_size)
+    micro = most = -(-max(len(prompts), room) // micro_batch_size)
     filled: Any = None
     options: dict[str, Any] = dict(longest=longest)
     if pack_tokens:

@@ -211,19 +211,22 @@ class Checkpointer:
         return None if step is None else self._restore(step, target, partial)
 
     def best(self) -> int:
-        """The step whose checkpoint has the highest `best_metric`, the latest of equals.
+        """The step whose checkpoint has the highest `best_metric`, the latest of equals. Where none is named, it is
+        the metric that the run went by last.
 
         Raises:
-          DataError: no checkpoint has a score, or no metric was named.
+          DataError: no checkpoint has a score.
         """
         self.wait()
         self._manager.reload()
-        scores = {step: (self._manager.metrics(step) or {}).get(self.best_metric) for step in self._steps()}
-        measured = {step: score for step, score in scores.items() if score is not None}
+        scores = {step: self._manager.metrics(step) or {} for step in self._steps()}
+        metric = self.best_metric or next((name for step in sorted(scores, reverse=True) for name in scores[step]), "")
+        measured = {step: score[metric] for step, score in scores.items() if metric in score}
         if not measured:
             raise DataError(
-                f"no checkpoint in {self.directory} has a score in config.training.best_metric={self.best_metric!r}: "
-                "name a step, or the metric that the run went by"
+                f"no checkpoint in {self.directory} has a score"
+                + (f" in config.training.best_metric={metric!r}" if metric else ": the run had no training.best_metric")
+                + ": name a step"
             )
         return max(measured, key=lambda step: (measured[step], step))
 

@@ -137,6 +137,8 @@ def run_evaluation(
             best_metric = config.training.best_metric
             checkpointer = stack.enter_context(Checkpointer(workdir, best_metric=best_metric, read_only=True))
             chosen = checkpointer.best() if step == "best" else step
+            if step == "best":
+                console.print(f"the best checkpoint is that of step {chosen}", highlight=False)
             _check_made_by(config, checkpointer, workdir, chosen)
         searched = problems if searchable(config, problems) else []
         setup = Setup.check(config, searched=searched, answered=problems, learn=False)

@@ -202,7 +202,9 @@ class _FineTuning:
         self._folder, self._console = folder, console
         self._fingerprint = sets.fingerprint()
         self._longest = longest_sample(config)
-        self._updates = -(-len(sets.learned) * config.sft.epochs // config.sft.batch_size)
+        # Every pair is learned `epochs` times and no more: the last batch may be a short one.
+        self._total = len(sets.learned) * config.sft.epochs
+        self._updates = -(-self._total // config.sft.batch_size)
         self._lora = Lora.from_config(config.agents[name].model.lora)
         self._learner = Learner.create(
             file.abstract(self._lora),
@@ -320,9 +322,9 @@ class _FineTuning:
     def _batch(self, step: int) -> PairBatch:
         """That of the update after `step` of them."""
         learning, learned = self._config.learning, self.sets.learned
-        chosen = learned.take(
-            problems_for_step(len(learned), step, self._config.sft.batch_size, seed=self._config.seed)
-        )
+        size = self._config.sft.batch_size
+        order = problems_for_step(len(learned), step, min(size, self._total), seed=self._config.seed)
+        chosen = learned.take(order[: self._total - step * size])
         batch = make_pair_batch(
             chosen.prompts,
             chosen.responses,
@@ -330,6 +332,7 @@ class _FineTuning:
             longest=self._longest,
             pack_tokens=learning.pack_tokens,
             share_prompts=self._learner.share_prompts,
+            room=min(size, self._total),
         )
         if self._mesh.size > 1:
             batch = dataclasses.replace(batch, rows=jax.device_put(batch.rows, rows(self._mesh, leading=1)))

@@ -287,7 +287,8 @@ class Trainer:
             metrics.write(step, values)
         self.step, self.values = step, values
         reward, solved = values.get("search/reward_mean", 0.0), values.get("search/solve_rate", 0.0)
-        return f"reward {reward:.2f}, solved {solved:.0%} of trees"
+        learned = any(values.get(f"agent/{agent.name}/loss") is not None for agent in self.learners)
+        return f"reward {reward:.2f}, solved {solved:.0%} of trees" + ("" if learned else ", no agent learned")
 
     def _voices(self) -> list[tuple[Agent, set[int]]]:
         """The agents with weights, and the numbers in the forest of those that play with them."""

@@ -372,6 +372,18 @@ def test_packed_and_measured_runs_resume_with_the_same_bits(folder, tmp_path, mo
     assert_same_runs(tmp_path / "whole" / "ann", tmp_path / "run" / "ann")
 
 
+@pytest.mark.parametrize("size, updates", [(12, 2), (400, 1)])
+def test_every_pair_is_learned_so_many_times_and_no_more(folder, tmp_path, size, updates):
+    """A last batch is a short one, and a batch is no larger than all there is."""
+    source = write_pairs(folder / "eight.jsonl", *EIGHT)
+    config = sft_config(folder, sources=(source,), epochs=2, batch_size=size)
+    run(config, tmp_path / "run")
+    rows = [row for row in read_metrics(tmp_path / "run" / "ann" / "metrics.jsonl") if "sft/tokens" in row]
+    learned = ExampleSets.load(tmp_path / "run" / "ann" / "examples.npz").learned
+    assert len(rows) == updates and len(learned) == 8
+    assert sum(row["sft/tokens"] for row in rows) == 2 * sum(map(len, learned.responses))
+
+
 @pytest.fixture
 def resumable(overfit, tmp_path):
     config, workdir, _ = overfit

@@ -298,6 +298,8 @@ def test_the_best_checkpoint_is_kept_and_found(folder, tmp_path):
     out = io.StringIO()
     result = run_evaluation(FrozenConfigDict(config), str(tmp_path), Console(file=out, width=120), step="best")
     assert result[name] == pytest.approx(scores[best]) and f"after {best} training steps" in out.getvalue()
+    with Checkpointer(tmp_path, read_only=True) as checkpointer:  # by the run's own metric, where none is named
+        assert checkpointer.best() == best
 
 
 def test_a_best_metric_that_is_not_measured_is_named(folder, tmp_path):
