@@ -308,9 +308,13 @@ def descend(
       The new weights and the new state, or the old ones; 1 where it is these, else 0.
     """
     finite = jnp.isfinite(norm)
-    changes, new_state = make_optimizer(optimizer).update(gradient, opt_state, params)
-    new = optax.apply_updates(params, changes), new_state
-    params, opt_state = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (params, opt_state))
+
+    def step(params: nnx.State, opt_state: optax.OptState) -> tuple[nnx.State, optax.OptState]:
+        changes, opt_state = make_optimizer(optimizer).update(gradient, opt_state, params)
+        return optax.apply_updates(params, changes), opt_state
+
+    # A branch, not a choice between two results: that would keep both in memory.
+    params, opt_state = jax.lax.cond(finite, step, lambda *same: same, params, opt_state)
     return params, opt_state, 1 - finite.astype(jnp.float32)
 
 
