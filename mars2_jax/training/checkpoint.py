@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import logging
 import math
@@ -40,11 +39,19 @@ from orbax.checkpoint import checkpoint_managers as preservation
 from mars2_jax.errors import ConfigError, DataError, StorageError
 from mars2_jax.files import storage
 from mars2_jax.parallel.exchange import from_leader, leads
+from mars2_jax.training.checkpoint_items import (
+    SEAL,
+    HostHandler,
+    HostRestore,
+    HostSave,
+    SealHandler,
+    SealRestore,
+    SealSave,
+    digests,
+)
 
 __all__ = ["Checkpoint", "Checkpointer"]
 
-_CONTENT = ("state", "host", "meta")
-_SEAL = "sha256.json"
 _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO, errno.EFBIG)
 
 
@@ -99,9 +106,9 @@ class Checkpointer:
         registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
         for name, handler, save, restore in (
             ("state", ocp.StandardCheckpointHandler(), ocp.args.StandardSave, ocp.args.StandardRestore),
-            ("host", _HostHandler(), _HostSave, _HostRestore),
+            ("host", HostHandler(), HostSave, HostRestore),
             ("meta", ocp.JsonCheckpointHandler(), ocp.args.JsonSave, ocp.args.JsonRestore),
-            ("seal", _SealHandler(), _SealSave, _SealRestore),
+            ("seal", SealHandler(), SealSave, SealRestore),
         ):
             registry.add(name, save, handler)
             registry.add(name, restore, handler)
@@ -169,9 +176,9 @@ class Checkpointer:
             self._manager.delete(newer)
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(state),
-            host=_HostSave(host),
+            host=HostSave(host),
             meta=ocp.args.JsonSave(dict(meta)),
-            seal=_SealSave(),
+            seal=SealSave(),
         )
         measured = {} if score is None or not math.isfinite(score) else {self.best_metric: float(score)}
         # It may be a time, and all processes must keep the same checkpoints.
@@ -260,7 +267,7 @@ class Checkpointer:
     def _restore(self, step: int, target: Any, partial: bool) -> Checkpoint:
         if target is not None:
             _check_target(self._manager.item_metadata(step)["state"], target, self.directory / str(step), partial)
-        args = dict(host=_HostRestore(), meta=ocp.args.JsonRestore())
+        args = dict(host=HostRestore(), meta=ocp.args.JsonRestore())
         if not partial:
             args["state"] = ocp.args.StandardRestore(target)
         items = self._manager.restore(step, args=ocp.args.Composite(**args))
@@ -322,11 +329,11 @@ class Checkpointer:
         """What is wrong with the files of a checkpoint; None if they are as they were written."""
         root = self.directory / str(step)
         try:
-            sealed = json.loads((root / "seal" / _SEAL).read_text())
+            sealed = json.loads((root / "seal" / SEAL).read_text())
         except (OSError, ValueError) as error:
             return f"its seal cannot be read ({error})"
         try:
-            found = _digests(root)
+            found = digests(root)
         except OSError as error:
             return f"its files cannot be read ({error})"
         for name in sorted(sealed.keys() | found.keys()):
@@ -374,28 +381,6 @@ def _path(path: tuple[Any, ...]) -> str:
     return ".".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
 
 
-def _digests(root: epath.Path) -> dict[str, str]:
-    """Relative path -> SHA-256, for all files of the items with content."""
-    digests = {}
-    for item in _CONTENT:
-        for path in _files(root / item):
-            digest = hashlib.sha256()
-            with path.open("rb") as file:
-                while block := file.read(1 << 22):
-                    digest.update(block)
-            digests[path.relative_to(root).as_posix()] = digest.hexdigest()
-    return digests
-
-
-def _files(directory: epath.Path) -> Iterator[epath.Path]:
-    if directory.exists():
-        for path in directory.iterdir():
-            if path.is_dir():
-                yield from _files(path)
-            else:
-                yield path
-
-
 class _Manager(ocp.CheckpointManager):
     """Orbax's, which starts where a score is damaged, too: it reads those of all checkpoints at once."""
 
@@ -407,58 +392,3 @@ class _Manager(ocp.CheckpointManager):
             logging.getLogger(__name__).warning("the checkpoint of step %d has no score: %s", step, error)
             return None
         return found if isinstance(found, dict) else None
-
-
-class _HostHandler(ocp.CheckpointHandler):
-    """A dict of NumPy arrays in one .npz file."""
-
-    def save(self, directory: epath.Path, args: _HostSave) -> None:
-        if leads():
-            with (directory / "arrays.npz").open("wb") as file:
-                np.savez(file, allow_pickle=False, **dict(args.arrays))
-
-    def restore(self, directory: epath.Path, args: _HostRestore | None = None) -> dict[str, np.ndarray]:
-        # Earlier versions, of one process, gave it another name.
-        (path,) = directory.glob("*.npz")
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-            return dict(arrays)
-
-
-@ocp.args.register_with_handler(_HostHandler, for_save=True)
-class _HostSave(ocp.args.CheckpointArgs):
-    def __init__(self, arrays: Mapping[str, np.ndarray]):
-        self.arrays = arrays
-
-
-@ocp.args.register_with_handler(_HostHandler, for_restore=True)
-class _HostRestore(ocp.args.CheckpointArgs):
-    pass
-
-
-class _SealHandler(ocp.CheckpointHandler):
-    """Writes the digests of the other items when Orbax has finished them, before the step gets its final name."""
-
-    def save(self, directory: epath.Path, args: _SealSave) -> None:
-        """Nothing can be said yet: the other items are still being written."""
-
-    def restore(self, directory: epath.Path, args: _SealRestore | None = None) -> None:
-        """`Checkpointer` reads the seal before it restores anything."""
-
-    def finalize(self, directory: epath.Path) -> None:
-        if not leads():
-            return
-        root = directory.parent
-        unfinished = [item for item in _CONTENT if not (root / item).exists()]
-        if unfinished:
-            raise RuntimeError(f"Orbax sealed {root} before its items {unfinished} were finished")
-        (directory / _SEAL).write_text(json.dumps(_digests(root), indent=1))
-
-
-@ocp.args.register_with_handler(_SealHandler, for_save=True)
-class _SealSave(ocp.args.CheckpointArgs):
-    pass
-
-
-@ocp.args.register_with_handler(_SealHandler, for_restore=True)
-class _SealRestore(ocp.args.CheckpointArgs):
-    pass

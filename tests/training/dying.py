@@ -127,7 +127,8 @@ def main(arguments: list[str]) -> None:
     from mars2_jax.learning.update import Learner
     from mars2_jax.rollout.engine import Engine
     from mars2_jax.training import sft
-    from mars2_jax.training.checkpoint import Checkpointer, _SealHandler
+    from mars2_jax.training.checkpoint import Checkpointer
+    from mars2_jax.training.checkpoint_items import SealHandler
 
     phase, steps, count, module, *rest = arguments
     death = Death(Moment(phase, int(steps), int(count)))
@@ -139,7 +140,7 @@ def main(arguments: list[str]) -> None:
     ]
     for owner, name, what in watched:
         death.watch(owner, name, what)
-    death.watch_saving(Checkpointer, _SealHandler)
+    death.watch_saving(Checkpointer, SealHandler)
     sys.argv = [module, *rest]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
